@@ -1,0 +1,889 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a KV cache is (`KVCache`), the cache that keeps everything (`FullCache`), and TailorKV's (`TailorCache`).
+
+Shapes: `B` batch, `T` tokens in this call, `N` tokens stored, `H` query heads, `KV` key/value heads, `G = H // KV`,
+`D` head_dim; tensors are `[B, H, T, D]`.
+
+A call, be it a prompt, a later turn or one decoded token, goes
+
+    cache.begin(T)                       # host only: announce T tokens, make room
+    for each layer:                      # T tokens in all, in one piece or in consecutive chunks
+        o = cache.attend(layer, q, k, v)
+    cache.pos += T                       # device only, so that a captured CUDA graph advances by itself
+    cache.end()                          # host only: commit
+
+and a call that never reaches `end` has not happened.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Callable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from attention import causal_attention
+from offload import BLOCK, Event, Pinner, Prefetcher
+from quant import BITS, QuantLayer
+from retrieval import SparseLayer
+
+FORMAT = "tailorkv-cache-1"  # of saved files; raise the number when their content changes meaning
+
+
+# ---------------------------------------------------------------------------------------------------------- contract
+
+
+class KVCache:
+    """The contract between a decoder and whatever remembers its K and V. One object holds all layers.
+
+    Attributes:
+        length: tokens seen, a host int, which is the next position (not the rows held: a method may evict).
+        pos: int64 `[1]` on the device, the same number where kernels can read it; advanced by the decoder.
+        epoch: changes when a pointer or shape that a captured CUDA graph holds did; the graph is then captured anew.
+        rotary: "model": q and k arrive rotated; "cache": un-rotated, and `rotate(x, positions)` is set.
+        predicts_with: the norm in front of a predicted query: the layer's "own", or that of the "previous" layer.
+    """
+
+    rotary = "model"
+    predicts_with = "own"
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        """What `--cache name:field=value,…` may set; a subclass lists its fields here."""
+
+        @classmethod
+        def build(cls, **values) -> "KVCache.Options":
+            """Options with these fields set. Raises ValueError for a value out of range."""
+            return cls(**values)
+
+    def __init__(self, config, options=None, device: str | torch.device = "cpu", capacity: int = 0):
+        """
+        Args:
+            config: of the model; only `num_hidden_layers` is read. Heads, head_dim and dtype come with the tensors, which
+                tensor parallelism or latent attention may shape otherwise than the config says.
+            options: an `Options`, or None for its defaults.
+            device: where q, k and v will be.
+            capacity: tokens to make room for at once. A hint: results never depend on it, and the cache grows past it.
+        """
+        self.config = config
+        self.num_layers = config.num_hidden_layers
+        self.options = options or self.Options.build()
+        self.capacity = capacity
+        self.length = 0
+        self.epoch = 0
+        self.pos = torch.zeros(1, dtype=torch.int64, device=device)
+        self._pending = 0  # tokens announced by begin and not yet committed
+        self._decoding = False
+        self._seen = [0] * self.num_layers  # of those, how many each layer has been given
+
+    # -- a call
+
+    def begin(self, T: int, decode: bool = False) -> None:
+        """Announce a call of T tokens. Host only, and needed before every call and every replay of a captured one.
+
+        `decode` says what the call is, whatever T: a one-token turn, or a last chunk of one token, is prefill.
+        A call before it that never reached `end` is rolled back.
+        """
+        if T < 1 or (decode and T != 1):
+            raise ValueError(f"begin({T}, decode={decode}): a call holds at least one token, and a decode step exactly one")
+        if self._pending:
+            self._roll_back()
+            self.pos.fill_(self.length)
+        self._seen = [0] * self.num_layers
+        self._decoding = decode
+        self._pending = T  # from here on an interrupt is rolled back by the next call
+        self._make_room(self.length + T)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        """Append k, v `[B, KV, t, D]` to `layer` and return the attention `[B, H, t, Dv]` of q `[B, H, t, D]` over all it holds.
+
+        Causal and bottom-right aligned. t is the announced T, or less: chunks of a call come one after another.
+        v's last dimension may differ from k's.
+
+        Raises:
+            ValueError: tensors that do not fit each other, the cache's device or what it holds, or more tokens than announced.
+        """
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Commit the call: `length` grows by its T tokens."""
+        if not self._pending or any(seen != self._pending for seen in self._seen):
+            raise RuntimeError(f"end() without a whole call: {self._pending} tokens announced, layers have seen {sorted(set(self._seen))}")
+        # The pair below is what an interrupt must not tear: `length` moves only together with the end of the call.
+        self.length, self._pending = self.length + self._pending, 0
+
+    # -- prediction (decode only)
+
+    def wants(self, layer: int) -> bool:
+        """Does this layer use a query predicted ahead of it? Fixed for the life of the cache; never for layer 0."""
+        return False
+
+    def foresee(self, layer: int, q: Tensor) -> None:
+        """The predicted query `[B, H, 1, D]` of `layer`, rotated at the current position; comes before `attend(layer - 1, …)`."""
+
+    # -- between calls
+
+    def crop(self, n: int) -> None:
+        """Forget all tokens after the first n (a stop string, an answer to be regenerated, the next question on one prefill)."""
+        if not 0 <= n <= self.length:
+            raise ValueError(f"crop({n}): the cache holds {self.length} tokens")
+        if self._pending:
+            self._roll_back()
+            self._pending = 0
+        self._forget(n)
+        self.length = n
+        self.pos.fill_(n)
+
+    def reset(self) -> None:
+        """Empty the cache and keep its buffers; nothing of the old sequence stays in them."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop what runs in the background and free all buffers. The cache is then empty and may be used again."""
+        raise NotImplementedError
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        """Bytes really held, by tier and part: `{"gpu": {part: bytes}, "host": {part: bytes}}`. "gpu" is the model's device, also on a CPU."""
+        raise NotImplementedError
+
+    @classmethod
+    def estimate(cls, config, options, tokens: int, itemsize: int, batch: int = 1) -> dict[str, int]:
+        """Bytes that `tokens` tokens will take, `{"gpu": …, "host": …}`: asked before anything is allocated."""
+        raise NotImplementedError
+
+    # -- on disk
+
+    def save(self, path: str | Path, extra: dict[str, Tensor] | None = None, meta: dict | None = None) -> None:
+        """Write the cache as one safetensors file, with tensors and JSON-able facts of the caller's own beside it.
+
+        The file appears under its name whole or not at all; a temporary that a killed save left behind is removed.
+
+        Raises:
+            ValueError: the name is taken by something that is not a saved cache; another saved cache is replaced.
+        """
+        path = Path(path)
+        if path.exists():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    taken = "about" not in (file.metadata() or {})
+            except (SafetensorError, OSError):
+                taken = True
+            if taken:
+                raise ValueError(f"{path} exists and is not a saved cache; it is left as it is, choose another name")
+        about = {"format": FORMAT, "cache": type(self).__name__, "options": dataclasses.asdict(self.options)}
+        about |= {"layers": self.num_layers, "length": self.length, **self._about(), "meta": meta or {}}
+        tensors = {f"cache.{name}": tensor for name, tensor in self._tensors().items()}
+        tensors |= {f"extra.{name}": tensor.clone() for name, tensor in (extra or {}).items()}
+        # Committed tokens only, each tensor in storage of its own: safetensors refuses views.
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        for stale in path.parent.glob(glob.escape(f".{path.name}.") + "*.tmp"):
+            stale.unlink(missing_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        os.close(handle)
+        try:
+            save_file(tensors, temporary, metadata={"about": json.dumps(about)})
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())  # a rename that reaches the disk before its data would leave an empty file after a power cut
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def load(self, path: str | Path) -> tuple[dict[str, Tensor], dict]:
+        """Fill this cache from a file that `save` wrote, and return what the caller stored: `(extra, meta)`.
+
+        Raises:
+            ValueError: not such a file, damaged, of another version or cache, or made under other options; the cache is then as before.
+        """
+        about, stored = _read_saved(path)
+        mine = {"format": FORMAT, "cache": type(self).__name__, "options": dataclasses.asdict(self.options), "layers": self.num_layers, **self._about()}
+        for key, value in mine.items():
+            if about.get(key) != value:
+                raise ValueError(f"{path} has {key} {about.get(key)!r}, and this cache needs {value!r}")
+        length = about["length"]
+        self._restore({n.removeprefix("cache."): t for n, t in stored.items() if n.startswith("cache.")}, length)
+        self.length = length
+        self.pos.fill_(length)
+        return {n.removeprefix("extra."): t for n, t in stored.items() if n.startswith("extra.")}, about["meta"]
+
+    # -- for subclasses
+
+    def _make_room(self, tokens: int) -> None:
+        """Grow what is allocated to hold `tokens` tokens."""
+
+    def _roll_back(self) -> None:
+        """Undo whatever the unfinished call left behind."""
+
+    def _forget(self, n: int) -> None:
+        """Drop what was derived from tokens after the first n."""
+
+    def _about(self) -> dict:
+        """What a saved file must say, beside the options, for an equal cache to be made again."""
+        return {}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All committed content, in any memory, less what can be computed from it."""
+        raise NotImplementedError
+
+    def _restore(self, tensors: dict[str, Tensor], length: int) -> None:
+        """Check that these are a `_tensors()` of `length` tokens (ValueError), then replace what is held by them."""
+        raise NotImplementedError
+
+    def _accept(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> int:
+        """Check a chunk and count it; returns the position of its first token."""
+        t = k.shape[2]
+        if q.shape[2] != t or v.shape[:3] != k.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
+            raise ValueError(f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit each other; they are [B, H or KV, T, D]")
+        if k.device != self.pos.device:
+            raise ValueError(f"the cache was made for {self.pos.device} and the tensors are on {k.device}; pass device= when making it")
+        seen = self._seen[layer]
+        if seen + t > self._pending:
+            raise ValueError(f"layer {layer} is given {seen + t} tokens, and begin() announced {self._pending}")
+        self._seen[layer] = seen + t
+        return self.length + seen
+
+
+# -------------------------------------------------------------------------------------------------------- full cache
+
+
+class FullCache(KVCache):
+    """Keeps all K and V in the dtype they come in: exact, and what every method is measured against.
+
+    GPU bytes: `2 * L * B * KV * D * capacity * itemsize`, capacity being what was asked for or, past it, grown by an eighth at a time.
+    """
+
+    def __init__(self, config, options=None, device: str | torch.device = "cpu", capacity: int = 0):
+        super().__init__(config, options, device, capacity)
+        self.k: list[Tensor | None] = [None] * self.num_layers  # [B, KV, capacity, D]; rows from `length` on are free
+        self.v: list[Tensor | None] = [None] * self.num_layers
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        start = self._accept(layer, q, k, v)
+        self._allocate(layer, k, v)
+        stop = start + k.shape[2]
+        self.k[layer][:, :, start:stop] = k
+        self.v[layer][:, :, start:stop] = v
+        return causal_attention(q, self.k[layer][:, :, :stop], self.v[layer][:, :, :stop], scale)
+
+    def _allocate(self, layer: int, k: Tensor, v: Tensor) -> None:
+        for buffers, new in ((self.k, k), (self.v, v)):
+            held = buffers[layer]
+            shape = (*new.shape[:2], self.capacity, new.shape[3])
+            nothing_held = self.length + self._seen[layer] <= k.shape[2]
+            if held is None or (nothing_held and (held.shape != shape or held.dtype != new.dtype)):
+                buffers[layer] = None  # freed first: a new batch size must not hold both
+                buffers[layer] = new.new_empty(shape)
+                self.epoch += 1
+            elif held.shape != shape or held.dtype != new.dtype:
+                raise ValueError(
+                    f"the cache holds tokens of {list(held.shape)} {held.dtype} and was given {list(new.shape)} {new.dtype}; reset() it first"
+                )
+
+    def _make_room(self, tokens: int) -> None:
+        if tokens > self.capacity:
+            self.capacity = max(tokens, self.capacity + self.capacity // 8 + 64) if self.length else tokens
+        # Layer by layer, so that the peak is one layer's copy; and per layer, so that an interrupted growth goes on at the next call.
+        for buffers in (self.k, self.v):
+            for layer, held in enumerate(buffers):
+                if held is not None and held.shape[2] < self.capacity:
+                    grown = held.new_empty(*held.shape[:2], self.capacity, held.shape[3])
+                    grown[:, :, : self.length] = held[:, :, : self.length]
+                    buffers[layer] = grown
+                    self.epoch += 1
+
+    def reset(self) -> None:
+        self.crop(0)
+        for held in self.k + self.v:
+            if held is not None:
+                held.zero_()
+
+    def close(self) -> None:
+        self.crop(0)
+        self.k, self.v = [None] * self.num_layers, [None] * self.num_layers
+        self.epoch += 1
+
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        size = {name: sum(held.nbytes for held in held_by if held is not None) for name, held_by in (("k", self.k), ("v", self.v))}
+        return {"gpu": {**size, "pos": self.pos.nbytes}, "host": {}}
+
+    @classmethod
+    def estimate(cls, config, options, tokens: int, itemsize: int, batch: int = 1) -> dict[str, int]:
+        return {"gpu": 2 * config.num_hidden_layers * batch * config.num_key_value_heads * config.head_dim * tokens * itemsize, "host": 0}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        pairs = [(f"{name}.{layer}", held) for name, held_by in (("k", self.k), ("v", self.v)) for layer, held in enumerate(held_by)]
+        return {name: held[:, :, : self.length] for name, held in pairs if held is not None}
+
+    def _restore(self, tensors: dict[str, Tensor], length: int) -> None:
+        names = {f"{name}.{layer}" for name in "kv" for layer in range(self.num_layers)} if length else set()
+        shapes = {tuple(tensor.shape[:3]) for tensor in tensors.values()}
+        if not isinstance(length, int) or length < 0 or set(tensors) != names or len(shapes) > 1 or any(shape[2:] != (length,) for shape in shapes):
+            raise ValueError(f"the saved cache holds {len(tensors)} tensors of shapes {sorted(shapes)}; {self.num_layers} layers of {length} tokens were expected")
+        self.reset()
+        self.capacity = max(self.capacity, length)
+        for name, held_by in (("k", self.k), ("v", self.v)) if length else ():
+            for layer in range(self.num_layers):
+                stored = tensors[f"{name}.{layer}"]
+                held_by[layer] = None
+                held_by[layer] = torch.empty(*stored.shape[:2], self.capacity, stored.shape[3], dtype=stored.dtype, device=self.pos.device)
+                held_by[layer][:, :, :length] = stored
+                self.epoch += 1
+
+
+# ------------------------------------------------------------------------------------------------------ TailorKV's cache
+
+PRESETS = {
+    # The paper's settings (appendix tables 5, 6 and 9); -2: two bits, as the authors' RULER and InfiniteBench scripts use.
+    "longbench": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 8},
+    "longbench-2": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 8},
+    "ruler": {"bits": 1, "sink": 64, "recent": 64, "topk": 896, "channels": 12},
+    "ruler-2": {"bits": 2, "sink": 64, "recent": 64, "topk": 896, "channels": 12},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TailorConfig:
+    """TailorKV's settings. Presets fill in what is not given; see `PRESETS`.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    preset: str = "ruler"
+    bits: int = 1  # of quantised layers' codes: 1, 2, 4 or 8
+    group: int = 64  # tokens (keys) or channels (values) that share a scale; also the block in which tokens age
+    residual: int = 128  # newest tokens of quantised layers that stay in 16 bits, up to group - 1 more
+    sink: int = 64  # first tokens of sparse layers, always attended
+    recent: int = 64  # newest tokens of sparse layers, always attended, up to 63 more
+    topk: int = 896  # tokens fetched for each KV head and step
+    channels: int = 12  # critical channels for each KV head
+    aggregation: str = "authors"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
+    norm: str = "previous"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
+    static: bool = False  # channels chosen offline, from the plan, instead of at each step
+    dense_below: int = -1  # up to this many tokens everything stays in 16 bits and is attended; -1: sink + recent + topk
+
+    @classmethod
+    def build(cls, **values) -> "TailorConfig":
+        """The preset's settings with `values` over them."""
+        preset = values.get("preset", cls.preset)
+        if preset not in PRESETS:
+            raise ValueError(f"unknown preset {preset!r}; there is {', '.join(PRESETS)}")
+        return cls(**PRESETS[preset] | values)
+
+    def __post_init__(self):
+        for name, lowest, highest in (
+            ("bits", 1, 8), ("group", 8, 1024), ("residual", 0, 2**20), ("sink", 0, 2**20), ("recent", 0, 2**20),
+            ("topk", 0, 2**20), ("channels", 1, 1024), ("dense_below", -1, 2**31),
+        ):  # fmt: skip
+            if not lowest <= getattr(self, name) <= highest:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be between {lowest} and {highest}")
+        if self.bits not in BITS or self.group % 8:
+            raise ValueError(f"bits is {self.bits} and group {self.group}; bits are {', '.join(map(str, BITS))}, and a group a multiple of 8")
+        for name, choices in (("aggregation", ("authors", "mean")), ("norm", ("previous", "own"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is {' or '.join(choices)}")
+
+    @property
+    def dense(self) -> int:
+        return self.sink + self.recent + self.topk if self.dense_below < 0 else self.dense_below
+
+
+class TailorCache(KVCache):
+    """TailorKV: densely attending layers as 1-bit codes on the GPU, all others in host memory, fetched row by row.
+
+    Up to `dense_below` tokens an inner `FullCache` holds everything, bit for bit as it would alone. Beyond, each layer is a
+    `QuantLayer` or a `SparseLayer`. A prefill call (a prompt, a later turn) gathers one layer's K and V at a time in a
+    scratch buffer: what is stored of earlier turns, decoded or streamed back from the host, then the call's own tokens.
+    Attention over it is exact. When the layer has seen its tokens, it absorbs them, on CUDA in a side stream while the next
+    layer computes in the other scratch buffer.
+
+    Bytes: the sum of what `QuantLayer`, `SparseLayer`, `HostStore` and `Prefetcher` state, plus, during a prefill call over n
+    tokens in all, two scratch buffers `2 * B * KV * n * (D + Dv) * itemsize`. They are freed at its end, and what only
+    decoding needs (row buffers, fetched tokens) is taken after it.
+    """
+
+    Options = TailorConfig
+
+    def __init__(self, config, plan=None, options: TailorConfig | None = None, device: str | torch.device = "cpu", capacity: int = 0):
+        """
+        Args:
+            plan: which layers are quantised: their indices, or an object with `quantised` (indices) and, for static
+                channels, `channels` (`[KV, C']` per layer, most important first); None: layer 0 alone.
+        """
+        super().__init__(config, options, device, capacity)
+        self.quantised = tuple(sorted(set(getattr(plan, "quantised", (0,) if plan is None else plan))))
+        if any(not 0 <= layer < self.num_layers for layer in self.quantised):
+            raise ValueError(f"the plan quantises layers {self.quantised}, and the model has layers 0 to {self.num_layers - 1}")
+        if self.options.static and getattr(plan, "channels", None) is None:
+            raise ValueError("static=true needs a plan with channels; make one with calibrate.py --channels")
+        self.predicts_with = self.options.norm
+        self._static = plan.channels if self.options.static else None
+        self._cuda = self.pos.device.type == "cuda"
+        self._side = torch.cuda.Stream(self.pos.device) if self._cuda else None
+        self._sparse = [layer for layer in range(self.num_layers) if layer not in self.quantised]
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """As new: empty, without buffers or threads."""
+        o, device = self.options, self.pos.device
+        self.pinner, self.prefetcher = Pinner(device), Prefetcher(device)
+        self.layers: list[QuantLayer | SparseLayer] = []
+        for layer in range(self.num_layers):
+            if layer in self.quantised:
+                self.layers.append(QuantLayer(o.bits, o.group, o.residual))
+            else:
+                turn = self._sparse.index(layer)
+                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", self.pinner, self.prefetcher, turn)
+                if self._static is not None:
+                    entry.static = self._static[layer][:, : o.channels].sort(-1).values.to(device)
+                self.layers.append(entry)
+        self.dense: FullCache | None = self._new_dense()  # there if, and only if, length <= dense_below
+        self._like: tuple[Tensor, Tensor] | None = None  # empty K and V, for shape and dtype
+        self._scratch: list[tuple[Tensor, Tensor] | None] = [None, None]
+        self._ready = [Event(device) for _ in range(2)]  # the side stream is through with a scratch buffer
+        self._storing: Future | None = None  # blocks on their way to the host
+        self._staging: Tensor | None = None
+
+    def _new_dense(self) -> FullCache:
+        dense = FullCache(self.config, device=self.pos.device, capacity=min(self.capacity, self.options.dense))
+        dense.pos = self.pos
+        return dense
+
+    @property
+    def _all_dense(self) -> bool:
+        return self.length + self._pending <= self.options.dense
+
+    # -- a call
+
+    def _settle(self) -> None:
+        """Finish what an interrupt right after a commit may have left undone."""
+        if self.length > self.options.dense:
+            self.dense = None
+
+    def _make_room(self, tokens: int) -> None:
+        self._settle()
+        if tokens <= self.options.dense:
+            self.dense.begin(self._pending, self._decoding)
+            return
+        if self.dense is not None and self.length:
+            self._leave_dense(tokens)
+        if self._like is not None:
+            self._reserve(tokens)
+            if self._decoding and self.dense is None:
+                self._age(tokens)
+
+    def _leave_dense(self, tokens: int) -> None:
+        """Hand what the inner cache holds over to the layers. It is kept until this call has ended."""
+        k, v = self.dense.k[0], self.dense.v[0]
+        self._like = (k[:, :, :0], v[:, :, :0])
+        self._reserve(tokens)
+        # A decode step finds its block aged already: the window is the one that `tokens` tokens have.
+        for layer, k, v in zip(self.layers, self.dense.k, self.dense.v):
+            layer.absorb(k[:, :, : self.length], v[:, :, : self.length], 0, self.length)
+        if self._decoding:
+            self._age(tokens)
+
+    def _reserve(self, tokens: int) -> None:
+        """Room in all tiers for `tokens` tokens, or for the capacity that was asked for."""
+        room, exact = max(tokens, self.capacity), not self._decoding
+        if tokens > self.capacity and self._decoding:
+            room = self.capacity = tokens + max(256, tokens // 25)
+        for layer in self.layers:
+            if isinstance(layer, QuantLayer):
+                moved = layer.reserve(*self._like, room)
+            else:
+                # One block ahead in decoding, so that its memory is pinned before it is needed.
+                moved = layer.reserve(*self._like, tokens if exact else tokens + BLOCK, exact)
+            self.epoch += moved
+        if self._decoding and self._sparse:
+            edge = self.layers[self._sparse[0]].edge(room)
+            if edge > self.options.sink:
+                channels = min(self.options.channels, self._like[0].shape[3])
+                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - self.options.sink, self.options.topk)
+
+    def _age(self, tokens: int) -> None:
+        """Move the blocks that a decode step to `tokens` tokens pushes out of tails and windows."""
+        leaving = []
+        for layer in self.layers:
+            if isinstance(layer, QuantLayer):
+                layer.age(tokens)
+            elif (block := layer.leaving(tokens)) is not None:
+                leaving.append((layer.store, layer.edge(tokens) - BLOCK, *block))
+        if not leaving:
+            return
+        if self._cuda:  # through pinned memory: a copy to the host's rows directly would have to wait for each
+            shape = (len(leaving), 2, *leaving[0][2].shape[:3], max(leaving[0][2].shape[3], leaving[0][3].shape[3]))
+            if self._staging is None or self._staging.shape != shape:
+                self._staging = torch.empty(shape, dtype=leaving[0][2].dtype, pin_memory=True)
+            for i, (store, start, k, v) in enumerate(leaving):
+                held = [self._staging[i, j].flatten()[: x.numel()].view(x.shape) for j, x in enumerate((k, v))]
+                held[0].copy_(k, non_blocking=True)
+                held[1].copy_(v, non_blocking=True)
+                leaving[i] = (store, start, *held)
+        arrived = Event(self.pos.device)
+        arrived.record()
+
+        def store_blocks():
+            arrived.synchronize()
+            for store, start, k, v in leaving:
+                store.write(start, k, v)
+
+        # Jobs run in order, so what is gathered in the thread later sees these blocks; the main thread waits before it gathers.
+        self._storing = self.prefetcher.submit(store_blocks)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        start = self._accept(layer, q, k, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if self._all_dense:
+            return self.dense.attend(layer, q, k, v, scale)
+        self._fits(k, v)
+        if self._like is None:
+            self._like = (k[:, :, :0].clone(), v[:, :, :0].clone())
+            self._reserve(self.length + self._pending)
+        if not self._decoding:
+            return self._prefill(layer, q, k, v, scale, start)
+        if isinstance(self.layers[layer], QuantLayer):
+            return self.layers[layer].attend(q, k, v, scale, start + 1)
+        if self._storing is not None:
+            self._storing.result()
+            self._storing = None
+        return self.layers[layer].attend(layer, q, k, v, scale, start + 1)
+
+    def _fits(self, k: Tensor, v: Tensor) -> None:
+        if self._like is None:
+            return
+        for new, held in zip((k, v), self._like):
+            if new.shape[:2] != held.shape[:2] or new.shape[3] != held.shape[3] or new.dtype != held.dtype:
+                if self.length:
+                    raise ValueError(f"the cache holds {self.length} tokens of {list(held.shape)} {held.dtype} and was given {list(new.shape)} {new.dtype}; reset() it first")
+                pending, decoding, seen = self._pending, self._decoding, self._seen
+                self.close()
+                self._pending, self._decoding, self._seen = pending, decoding, seen
+                return
+
+    def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, start: int) -> Tensor:
+        slot, total = layer % 2, self.length + self._pending
+        if start == self.length:
+            self._open(layer, total)
+        K, V = self._scratch[slot]
+        stop = start + k.shape[2]
+        K[:, :, start:stop] = k
+        V[:, :, start:stop] = v
+        o = causal_attention(q, K[:, :, :stop], V[:, :, :stop], scale)
+        if stop == total:
+            computed = Event(self.pos.device)
+            computed.record()
+            with self._on_side():
+                computed.wait()
+                self.layers[layer].absorb(K, V, self.length, total)
+                self._ready[slot].record(self._side)
+        return o
+
+    def _on_side(self):
+        return torch.cuda.stream(self._side) if self._cuda else contextlib.nullcontext()
+
+    def _open(self, layer: int, total: int) -> None:
+        """Have this layer's scratch buffer ready, with earlier turns' K and V in it, and the next layer's on the way."""
+        if layer == 0 or self._scratch[layer % 2] is None:
+            self._bring(layer, total)
+        self._ready[layer % 2].wait()
+        if layer + 1 < self.num_layers and (self.length or self._scratch[(layer + 1) % 2] is None):
+            self._bring(layer + 1, total)
+
+    def _bring(self, layer: int, total: int) -> None:
+        slot = layer % 2
+        if self._scratch[slot] is None:
+            self._scratch[slot] = tuple(x.new_empty(*x.shape[:2], total, x.shape[3]) for x in self._like)
+            allocated = Event(self.pos.device)
+            allocated.record()
+            with self._on_side():
+                allocated.wait()  # the memory may still be read by what held it before, in the main stream
+        if self.length:
+            # The side stream has absorbed this buffer's last layer before: what is queued there is in order.
+            with self._on_side():
+                if self.dense is None:
+                    self.layers[layer].history(*self._scratch[slot], self.length)
+                else:  # the call that outgrows the inner cache
+                    for scratch, held in zip(self._scratch[slot], (self.dense.k[layer], self.dense.v[layer])):
+                        scratch[:, :, : self.length] = held[:, :, : self.length]
+                self._ready[slot].record(self._side)
+
+    def end(self) -> None:
+        dense, decoding = self._all_dense, self._decoding
+        if dense:
+            self.dense.end()
+        elif not decoding and self._cuda:
+            torch.cuda.current_stream().wait_stream(self._side)
+        super().end()
+        if dense:
+            return
+        self.dense = None
+        self._scratch = [None, None]
+        for layer in self.layers:
+            layer.ring.commit()
+
+    # -- prediction
+
+    def wants(self, layer: int) -> bool:
+        return layer > 0 and layer not in self.quantised and self._static is None
+
+    def foresee(self, layer: int, q: Tensor) -> None:
+        if not self._all_dense and self._like is not None and self.layers[layer].ring is not None:
+            self.layers[layer].foresee(layer, q, self.length + 1)
+
+    # -- between calls
+
+    def _quiet(self) -> None:
+        """Wait for everything under way."""
+        self.prefetcher.wait_all()
+        if self._storing is not None:
+            self._storing.exception()
+            self._storing = None
+        if self._cuda:
+            self._side.synchronize()
+
+    def _roll_back(self) -> None:
+        self._settle()
+        self._quiet()
+        self._scratch = [None, None]
+        if self._all_dense:
+            self.dense.crop(self.length)  # it may have committed what this cache did not
+            return
+        if self.dense is not None:  # the layers hold nothing but what they were given on the way out of it
+            self._drop_layers()
+            return
+        for layer in self.layers:
+            if layer.ring is not None:
+                layer.ring.roll_back(self.length)
+            if isinstance(layer, SparseLayer) and layer.ring is not None:
+                layer.refresh_maxima(self.length)
+
+    def _drop_layers(self) -> None:
+        dense = self.dense
+        self._release()
+        self._start_over()
+        self.dense = dense
+
+    def _forget(self, n: int) -> None:
+        self._settle()
+        self._quiet()
+        if self.dense is not None:
+            self.dense.crop(min(n, self.dense.length))
+            return
+        if self.length == n:
+            return
+        if n <= self.options.dense:
+            dense = self._new_dense()
+            if n:
+                dense.begin(n)
+                dense._seen = [n] * self.num_layers
+                for number, layer in enumerate(self.layers):
+                    layer.crop(self.length, n)
+                    k, v = (x.new_empty(*x.shape[:2], n, x.shape[3]) for x in self._like)
+                    layer.history(k, v, n)
+                    dense._allocate(number, k, v)
+                    dense.k[number][:, :, :n], dense.v[number][:, :, :n] = k, v
+                dense.end()
+            self.dense = dense
+            self._drop_layers()
+        else:
+            for layer in self.layers:
+                layer.crop(self.length, n)
+
+    def reset(self) -> None:
+        self.close()
+
+    def _release(self) -> None:
+        self.prefetcher.close()
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.store.close()
+        self.pinner.close()
+
+    def close(self) -> None:
+        self._quiet()
+        self._release()
+        self.length = self._pending = 0
+        self.pos.zero_()
+        self._start_over()
+        self.epoch += 1
+
+    @classmethod
+    def estimate(cls, config, options, tokens: int, itemsize: int, batch: int = 1) -> dict[str, int]:
+        """With one quantised layer, the usual case; the prefill's scratch buffers are in it, since they are the peak."""
+        if tokens <= options.dense:
+            return FullCache.estimate(config, None, tokens, itemsize, batch)
+        row = 2 * batch * config.num_key_value_heads * config.head_dim  # K and V elements of a token in one layer
+        sparse, kept = config.num_hidden_layers - 1, options.sink + options.recent + 2 * BLOCK
+        quantised = row * tokens * (options.bits / 8 + 4 / options.group)
+        decode = row * (tokens * min(options.channels / config.head_dim, 1) + options.topk) * itemsize
+        prefill = 2 * row * tokens * itemsize
+        return {"gpu": int(quantised + sparse * row * kept * itemsize + max(decode, prefill)), "host": sparse * row * tokens * itemsize * 3 // 2}
+
+    # -- on disk
+
+    def _about(self) -> dict:
+        return {"quantised": list(self.quantised)}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {f"{number}.static": channels for number, channels in enumerate(self._static or ())}
+        if self.dense is not None:
+            return tensors | {f"dense.{name}": tensor for name, tensor in self.dense._tensors().items()}
+        self._quiet()
+        for number, layer in enumerate(self.layers):
+            edge = layer.edge(self.length)
+            named = dict(zip(("tail.k", "tail.v"), layer.ring.read(edge, self.length)))
+            if isinstance(layer, QuantLayer):
+                for kind, held in (("codes", layer.codes), ("ranges", layer.ranges)):
+                    named |= {f"{kind}.{name}": x[:, :, : edge // layer.group] for name, x in zip("kv", held)}
+            else:
+                named |= {f"sink.{name}": x[:, :, : self.length] for name, x in zip("kv", layer.sink)}
+                for i, (slab, first, last) in enumerate(layer.store.parts(0, edge)):
+                    named |= {f"host.k.{i}": slab.k[:, :, first:last], f"host.v.{i}": slab.v[:, :, first:last]}
+            tensors |= {f"{number}.{name}": tensor for name, tensor in named.items()}
+        return tensors
+
+    def _restore(self, tensors: dict[str, Tensor], length: int) -> None:
+        held = {name.removeprefix("dense."): tensor for name, tensor in tensors.items() if name.startswith("dense.")}
+        self.close()
+        if held or length == 0:
+            self.dense._restore(held, length)
+            self.dense.length = length
+            return
+        tensors = {name: tensor if ".host." in name else tensor.to(self.pos.device) for name, tensor in tensors.items()}
+        self._like = tuple(tensors[f"0.tail.{name}"][:, :, :0].clone() for name in "kv")
+        self._reserve(length)
+        for number, layer in enumerate(self.layers):
+            edge = layer.edge(length)
+            layer.ring.write(edge, tensors[f"{number}.tail.k"], tensors[f"{number}.tail.v"])
+            layer.ring.start = edge
+            if isinstance(layer, QuantLayer):
+                for kind, held in (("codes", layer.codes), ("ranges", layer.ranges)):
+                    for name, x in zip("kv", held):
+                        x[:, :, : edge // layer.group] = tensors[f"{number}.{kind}.{name}"]
+            else:
+                layer.put_sink(0, tensors[f"{number}.sink.k"], tensors[f"{number}.sink.v"])
+                at = i = 0
+                while at < edge:  # transposed rows and maxima are computed anew
+                    k, v = tensors[f"{number}.host.k.{i}"], tensors[f"{number}.host.v.{i}"]
+                    layer.store.write(at, k, v)
+                    at, i = at + k.shape[2], i + 1
+                layer.refresh_maxima(length)
+        self.dense = None
+
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        parts: dict[str, dict[str, int]] = {"gpu": {"pos": self.pos.nbytes}, "host": {}}
+        held = [self.prefetcher.nbytes()]
+        for layer in self.layers:
+            held.append({"gpu": layer.nbytes()} if isinstance(layer, QuantLayer) else layer.nbytes())
+        if self.dense is not None:
+            held.append({"gpu": {"16-bit tokens": self.dense.nbytes()["gpu"]["k"] + self.dense.nbytes()["gpu"]["v"]}})
+        held.append({"gpu": {"prefill scratch": sum(x.nbytes for pair in self._scratch if pair for x in pair)}})
+        held.append({"host": {"staging": self._staging.nbytes if self._staging is not None else 0}})
+        for entry in held:
+            for tier, sizes in entry.items():
+                for name, size in sizes.items():
+                    if size:
+                        parts[tier][name] = parts[tier].get(name, 0) + size
+        return parts
+
+
+# ------------------------------------------------------------------------------------------------------ specs by name
+
+CACHES: dict[str, type[KVCache]] = {"full": FullCache, "tailor": TailorCache}
+
+
+def parse_spec(spec: str) -> tuple[type[KVCache], KVCache.Options]:
+    """Read a cache spec, `NAME` or `NAME:field=value,field=value`.
+
+    Raises:
+        ValueError: an unknown name or field, or a value of the wrong type; the message lists what there is.
+    """
+    name, _, rest = spec.partition(":")
+    if name not in CACHES:
+        raise ValueError(f"unknown cache {name!r}; there is {', '.join(CACHES)} (--cache list prints their fields)")
+    cls = CACHES[name]
+    known = {entry.name: entry for entry in dataclasses.fields(cls.Options)}
+    values = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, text = item.partition("=")
+        if key not in known or not equals:
+            raise ValueError(f"cache {name!r} does not understand {item!r}; its fields are {', '.join(known) or 'none'}, set as field=value")
+        kind = type(known[key].default)
+        try:
+            values[key] = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"cache {name!r}: {key}={text!r} is not a {kind.__name__} (default {known[key].default})") from None
+    return cls, cls.Options.build(**values)
+
+
+def make_cache(spec: str, config, device: str | torch.device = "cpu", capacity: int = 0, plan=None) -> KVCache:
+    """The cache that `spec` describes, for a model's `config`, empty. See `parse_spec` for the form and errors.
+
+    `plan` says which layers a `TailorCache` quantises; see there.
+    """
+    cls, options = parse_spec(spec)
+    if cls is TailorCache:
+        return cls(config, plan, options, device, capacity)
+    return cls(config, options, device, capacity)
+
+
+def _read_saved(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
+    """What `KVCache.save` wrote: the facts, and all tensors, memory-mapped. Raises ValueError for anything else."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get("about", "{}"))
+            stored = {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as a saved cache: {error}") from None
+    except ValueError:
+        about = None
+    if not isinstance(about, dict):
+        raise ValueError(f"{path} cannot be read as a saved cache: its metadata is damaged")
+    return about, stored
+
+
+def load_cache(path: str | Path, config, device: str | torch.device = "cpu", capacity: int = 0) -> tuple[KVCache, dict[str, Tensor], dict]:
+    """The cache that `KVCache.save` wrote, made and filled as the file says, with what the caller stored: `(cache, extra, meta)`.
+
+    Raises:
+        ValueError: not such a file, damaged, of another version, or of a model with another number of layers.
+    """
+    about, stored = _read_saved(path)
+    cls = next((cls for cls in CACHES.values() if cls.__name__ == about.get("cache")), None)
+    if about.get("format") != FORMAT or cls is None:
+        raise ValueError(f"{path} has format {about.get('format')!r} and cache {about.get('cache')!r}, and this program reads {FORMAT}")
+    if about["layers"] != config.num_hidden_layers:
+        raise ValueError(f"{path} was saved from a model of {about['layers']} layers, and this one has {config.num_hidden_layers}")
+    options = cls.Options(**about["options"])
+    if cls is TailorCache:
+        static = [stored[name] for layer in range(about["layers"]) if (name := f"cache.{layer}.static") in stored]
+        cache = cls(config, SimpleNamespace(quantised=about["quantised"], channels=static or None), options, device, capacity)
+    else:
+        cache = cls(config, options, device, capacity)
+    return cache, *cache.load(path)
+
+
+def describe_caches() -> str:
+    """What `--cache list` prints: a line a cache, then its fields with their defaults."""
+    lines = []
+    for name, cls in CACHES.items():
+        lines.append(f"{name:10} {(cls.__doc__ or '').splitlines()[0]}")
+        lines += [f"    {entry.name}={entry.default}" for entry in dataclasses.fields(cls.Options)]
+    return "\n".join(lines)

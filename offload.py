@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory for sparsity-friendly layers: where K and V live, how they get there, and how rows come back ahead of need.
+
+* `HostStore`: one layer's K, V and transposed K in slabs of host memory, pinned where there is CUDA, so that the GPU's copy
+  engines can reach them. A slab is as large as the call that needs it, later ones a twenty-fifth of what is stored: at most
+  4 % stands empty, and growth copies nothing.
+* `Prefetcher`: one background thread that gathers rows on the CPU into pinned staging buffers and copies them to the GPU on
+  a stream of its own, while the GPU computes. On a machine without CUDA the same code runs without streams.
+
+Shapes: `B` batch, `KV` key/value heads, `N` tokens stored, `D` head_dim, `C` critical channels, `K` tokens fetched.
+"""
+
+import contextlib
+import math
+import mmap
+import threading
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+BLOCK = 64  # tokens move to the host in blocks of this many
+
+
+# --------------------------------------------------------------------------------------------------------- pinning
+
+
+class Pinner:
+    """Pins host memory ahead of need, in threads of its own.
+
+    Memory is plain and then registered with CUDA: PyTorch's own pinned allocator rounds up to powers of two, up to twice
+    the bytes. Registering untouched pages takes 0.4 s a GiB, one thread at a time, and no kernel can be launched meanwhile:
+    the driver holds a lock while the kernel finds and clears the pages. So they are touched first, in parallel, and are
+    huge pages where the system has them: 0.05 to 0.08 s a GiB in all (one H200, 16 cores). Where registering fails (limits
+    on locked memory, some virtual machines) the memory stays pageable and works, slower, after one warning.
+    """
+
+    def __init__(self, device: torch.device, threads: int = 4):
+        self.active = device.type == "cuda"
+        self._pool = ThreadPoolExecutor(threads, "tailorkv-pin") if self.active else None
+        self._registered: dict[int, Tensor] = {}  # address -> the tensor, kept alive while CUDA knows its pages
+        self._lock = threading.Lock()
+        self._refused = False
+
+    def take(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Future | None]:
+        """An uninitialised host tensor, and a future that is done when it is pinned (None: nothing to wait for)."""
+        size = math.prod(shape) * dtype.itemsize
+        if not self.active or size == 0:
+            return torch.empty(*shape, dtype=dtype), None
+        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor below keeps it mapped
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(pages, dtype=dtype).view(*shape)
+        return tensor, self._pool.submit(self._pin, tensor)
+
+    def _pin(self, tensor: Tensor) -> None:
+        if self._refused:  # one failure tends to mean that all fail, and asking again can hurt the driver
+            return
+        tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].fill_(0)
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        if code == 0:
+            with self._lock:
+                self._registered[tensor.data_ptr()] = tensor
+        else:
+            self._refused = True
+            warnings.warn(f"pinning {tensor.nbytes / 2**20:.0f} MiB of host memory failed (CUDA error {code}); transfers will be slower", stacklevel=2)
+
+    def release(self, tensor: Tensor) -> None:
+        """Unregister; must precede the end of the tensor's memory, and no copy from or to it may be under way."""
+        with self._lock:
+            known = self._registered.pop(tensor.data_ptr(), None)
+        if known is not None:
+            torch.cuda.cudart().cudaHostUnregister(known.data_ptr())
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        for tensor in list(self._registered.values()):
+            self.release(tensor)
+
+
+# ------------------------------------------------------------------------------------------------------- host store
+
+
+class Slab:
+    """Positions start .. start + size - 1 of one layer: K, V, K transposed, and the largest |K| of each block and channel."""
+
+    def __init__(self, pinner: Pinner, start: int, size: int, like_k: Tensor, like_v: Tensor):
+        head, D, Dv, dtype = like_k.shape[:2], like_k.shape[3], like_v.shape[3], like_k.dtype
+        self.start, self.size = start, size
+        self.k, ready_k = pinner.take(*head, size, D, dtype=dtype)
+        self.v, ready_v = pinner.take(*head, size, Dv, dtype=dtype)
+        self.kt, ready_kt = pinner.take(*head, D, size, dtype=dtype)
+        self.kmax, ready_kmax = pinner.take(*head, size // BLOCK, D, dtype=dtype)
+        self._pinning = [ready for ready in (ready_k, ready_v, ready_kt, ready_kmax) if ready is not None]
+
+    def wait(self) -> None:
+        """Until the memory is pinned, or known to stay pageable."""
+        for ready in self._pinning:
+            ready.result()
+        self._pinning = []
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"k": self.k, "v": self.v, "k transposed": self.kt, "k maxima": self.kmax}
+
+
+class HostStore:
+    """One layer's K and V in host memory, positions 0 .. length - 1, always whole blocks.
+
+    Host bytes, with S the sum of the slabs' sizes: K and its transpose `2 * B * KV * S * D * itemsize`, V `B * KV * S * Dv *
+    itemsize`, maxima `B * KV * S / 64 * D * itemsize`.
+    """
+
+    def __init__(self, pinner: Pinner):
+        self.pinner = pinner
+        self.slabs: list[Slab] = []
+
+    @property
+    def capacity(self) -> int:
+        return self.slabs[-1].start + self.slabs[-1].size if self.slabs else 0
+
+    def reserve(self, length: int, like_k: Tensor, like_v: Tensor, exact: bool) -> None:
+        """Make room for `length` positions (a multiple of 64): `exact`ly, or with some to spare for tokens to come."""
+        if length > (start := self.capacity):
+            size = length - start
+            if not exact:
+                size = max(size, 4 * BLOCK, start // 25 // BLOCK * BLOCK)
+            self.slabs.append(Slab(self.pinner, start, size, like_k, like_v))
+
+    def parts(self, start: int, stop: int):
+        """The slabs that hold positions start .. stop - 1: `(slab, first, last)` with rows counted inside the slab."""
+        for slab in self.slabs:
+            first, last = max(start - slab.start, 0), min(stop - slab.start, slab.size)
+            if first < last:
+                yield slab, first, last
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Copy block-aligned `k, v [B, KV, n * 64, D]`, in any memory, to positions from `start`; on CUDA, in the current stream.
+
+        Head by head, so that every copy is of contiguous memory on both sides and therefore one DMA transfer.
+        """
+        for slab, first, last in self.parts(start, start + k.shape[2]):
+            slab.wait()
+            rows = slice(slab.start + first - start, slab.start + last - start)
+            blocks = slice(first // BLOCK, last // BLOCK)
+            for b in range(k.shape[0]):
+                for h in range(k.shape[1]):
+                    part = k[b, h, rows]
+                    slab.k[b, h, first:last].copy_(part, non_blocking=True)
+                    slab.v[b, h, first:last].copy_(v[b, h, rows], non_blocking=True)
+                    slab.kmax[b, h, blocks].copy_(block_maxima(part), non_blocking=True)
+                    turned = part.t().contiguous()
+                    if last - first == slab.size:
+                        slab.kt[b, h].copy_(turned, non_blocking=True)
+                    else:  # a row's part at a time: one strided copy would go through a temporary and wait
+                        for channel in range(turned.shape[0]):
+                            slab.kt[b, h, channel, first:last].copy_(turned[channel], non_blocking=True)
+
+    def read(self, k: Tensor, v: Tensor, start: int, stop: int) -> None:
+        """Copy positions start .. stop - 1 into the same positions of `k, v [B, KV, >= stop, D]`; on CUDA, in the current stream."""
+        for slab, first, last in self.parts(start, stop):
+            slab.wait()
+            rows = slice(slab.start + first, slab.start + last)
+            for b in range(k.shape[0]):
+                for h in range(k.shape[1]):
+                    k[b, h, rows].copy_(slab.k[b, h, first:last], non_blocking=True)
+                    v[b, h, rows].copy_(slab.v[b, h, first:last], non_blocking=True)
+
+    def gather_channels(self, index: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """Rows of transposed K: `index [B, KV, C]` channels, positions start .. stop - 1, into `out [B, KV, C, >= stop - start]`."""
+        B, KV, C = index.shape
+        for slab, first, last in self.parts(start, stop):
+            at = slab.start + first - start
+            for b in range(B):
+                for h in range(KV):
+                    torch.index_select(slab.kt[b, h, :, first:last], 0, index[b, h], out=out[b, h, :, at : at + last - first])
+
+    def gather_tokens(self, index: Tensor, k: Tensor, v: Tensor) -> None:
+        """Rows of K and V at ascending positions `index [B, KV, K]`, into `k, v [B, KV, K, D]`."""
+        for b in range(index.shape[0]):
+            for h in range(index.shape[1]):
+                for slab in self.slabs:  # ascending, so a slab's share is one run
+                    run = slice(*torch.searchsorted(index[b, h], torch.tensor([slab.start, slab.start + slab.size])).tolist())
+                    rows = index[b, h, run] - slab.start
+                    torch.index_select(slab.k[b, h], 0, rows, out=k[b, h, run])
+                    torch.index_select(slab.v[b, h], 0, rows, out=v[b, h, run])
+
+    def channel_maxima(self, start: int, stop: int) -> Tensor | None:
+        """The largest |K| of each channel over positions start .. stop - 1, `[B, KV, D]` on the host; stop a multiple of 64, None if empty.
+
+        Whole blocks come from their stored maxima; a block that `start` cuts (the sink's end) is read itself.
+        """
+        found = []
+        for slab, first, last in self.parts(start, stop):
+            whole = -(-first // BLOCK)
+            if first % BLOCK:
+                found.append(largest(slab.k[:, :, first : whole * BLOCK]))
+            if whole < last // BLOCK:
+                found.append(slab.kmax[:, :, whole : last // BLOCK].amax(2))
+        return torch.stack(found).amax(0) if found else None
+
+    def close(self) -> None:
+        for slab in self.slabs:
+            slab.wait()
+            for tensor in slab.tensors().values():
+                self.pinner.release(tensor)
+        self.slabs = []
+
+    def nbytes(self) -> dict[str, int]:
+        """Host bytes by part."""
+        parts: dict[str, int] = {}
+        for slab in self.slabs:
+            for name, tensor in slab.tensors().items():
+                parts[name] = parts.get(name, 0) + tensor.nbytes
+        return parts
+
+
+def block_maxima(k: Tensor) -> Tensor:
+    """The largest |K| of each block of 64 tokens and channel: `[..., n * 64, D]` to `[..., n, D]`."""
+    return largest(k.unflatten(-2, (-1, BLOCK)))
+
+
+def largest(k: Tensor) -> Tensor:
+    """The largest |K| of each channel, `[..., T, D]` to `[..., D]`, without a tensor of absolute values."""
+    low, high = torch.aminmax(k, dim=-2)
+    return torch.maximum(high, -low)
+
+
+# ------------------------------------------------------------------------------------------------------- prefetcher
+
+
+class Event:
+    """A CUDA event, or nothing where there is no CUDA. It orders streams, and the host with them."""
+
+    def __init__(self, device: torch.device):
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def record(self, stream=None) -> None:
+        if self._event is not None:
+            self._event.record(stream or torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        """The current stream goes on only after what was recorded."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """The calling thread goes on only after what was recorded."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Prefetcher:
+    """Brings rows from host stores to the GPU: critical channels ahead of need in a background thread, chosen tokens at once.
+
+    Two buffers of channel rows take turns *by position among the sparse layers*, so that one is written while the other is
+    read whatever layers lie between. Events go both ways: a reader waits for the copy, a copy for the last reader.
+
+    GPU bytes: two row buffers `2 * B * KV * C * capacity * itemsize`, fetched tokens `B * KV * K * (D + Dv) * itemsize`.
+    Host staging (CUDA only): the same again, tokens twice, and the index tables.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self._thread: ThreadPoolExecutor | None = None
+        self._jobs: dict[int, Future] = {}  # layer -> its rows under way
+        self.rows: list[Tensor] = []  # two of [B, KV, C, capacity]
+        self.tokens: tuple[Tensor, Tensor] | None = None  # fetched K and V [B, KV, K, D]
+        self._staging: dict[str, list[Tensor]] = {}
+        self._turn = 0  # of the token staging
+
+    def on_stream(self):
+        """Context: CUDA work goes to the prefetcher's own stream."""
+        return torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext()
+
+    def reserve(self, like_k: Tensor, like_v: Tensor, channels: int, positions: int, topk: int) -> bool:
+        """Make room for rows of `positions` tokens; True if a buffer moved."""
+        if self.rows and self.rows[0].shape[3] >= positions:
+            return False
+        self.wait_all()
+        head, dtype = like_k.shape[:2], like_k.dtype
+        if self.rows:
+            positions = max(positions, self.rows[0].shape[3] * 9 // 8)
+        self.rows = []  # the old ones are freed first
+        self.rows = [torch.empty(*head, channels, positions, dtype=dtype, device=self.device) for _ in range(2)]
+        if self.tokens is None:
+            self.tokens = tuple(torch.empty(*head, topk, x.shape[3], dtype=dtype, device=self.device) for x in (like_k, like_v))
+            self._written, self._read, self._copied = ([Event(self.device) for _ in range(2)] for _ in range(3))
+        if self.cuda:
+            pinned = {"dtype": dtype, "pin_memory": True}
+            self._staging = {
+                "rows": [torch.empty(rows.shape, **pinned) for rows in self.rows],
+                "k": [torch.empty(self.tokens[0].shape, **pinned) for _ in range(2)],
+                "v": [torch.empty(self.tokens[1].shape, **pinned) for _ in range(2)],
+                "index": [torch.empty(*head, channels, dtype=torch.int64, pin_memory=True) for _ in range(2)],
+            }
+        return True
+
+    def submit(self, job, *arguments) -> Future:
+        """Run `job` in the background thread; jobs run one at a time and in order. Errors come out of the future's result()."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "tailorkv-prefetch")
+        return self._thread.submit(job, *arguments)
+
+    def prefetch(self, layer: int, turn: int, store: HostStore, index: Tensor, start: int, stop: int) -> None:
+        """Begin to fetch channel rows `index [B, KV, C]`, positions start .. stop - 1, of `layer`; `turn`: its place among sparse layers."""
+        slot = turn % 2
+        if self.cuda:
+            self._staging["index"][slot].copy_(index, non_blocking=True)
+            index = self._staging["index"][slot]
+        chosen = Event(self.device)
+        chosen.record()
+        self._jobs[layer] = self.submit(self._fetch_rows, slot, store, index, chosen, start, stop)
+
+    def _fetch_rows(self, slot: int, store: HostStore, index: Tensor, chosen: Event, start: int, stop: int) -> None:
+        chosen.synchronize()
+        if not self.cuda:
+            store.gather_channels(index, start, stop, self._view(self.rows[slot], stop - start))
+            return
+        self._written[slot].synchronize()  # the copy before this one has left the staging buffer
+        staged = self._view(self._staging["rows"][slot], stop - start)
+        store.gather_channels(index, start, stop, staged)
+        with torch.cuda.stream(self.stream):
+            self._read[slot].wait()
+            self._view(self.rows[slot], stop - start).copy_(staged, non_blocking=True)
+            self._written[slot].record(self.stream)
+
+    @staticmethod
+    def _view(buffer: Tensor, positions: int) -> Tensor:
+        """The front of a row buffer as a contiguous `[B, KV, C, positions]`, so that one transfer moves it whole."""
+        shape = (*buffer.shape[:3], positions)
+        return buffer.flatten()[: shape[0] * shape[1] * shape[2] * positions].view(shape)
+
+    def take_rows(self, layer: int, turn: int, positions: int) -> Tensor | None:
+        """The prefetched rows `[B, KV, C, positions]`, once they are there; None if `layer` has none under way. Raises what the thread raised."""
+        job = self._jobs.pop(layer, None)
+        if job is None:
+            return None
+        job.result()
+        self._written[turn % 2].wait()
+        return self._view(self.rows[turn % 2], positions)
+
+    def done_with_rows(self, turn: int) -> None:
+        """The current stream has read the rows: their buffer may be written again."""
+        self._read[turn % 2].record()
+
+    def fetch_tokens(self, store: HostStore, index: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V rows `[B, KV, K, D]` at ascending positions `index [B, KV, K]`. The one transfer that nothing can hide."""
+        count = index.shape[2]
+        k, v = (x[:, :, :count] for x in self.tokens)
+        if not self.cuda:
+            store.gather_tokens(index, k, v)
+            return k, v
+        self._turn ^= 1
+        self._copied[self._turn].synchronize()  # the copy before last has left this staging buffer
+        staged = [self._staging[name][self._turn][:, :, :count] for name in "kv"]
+        store.gather_tokens(index.cpu(), *staged)
+        for target, source in zip((k, v), staged):
+            for b in range(source.shape[0]):
+                for h in range(source.shape[1]):
+                    target[b, h].copy_(source[b, h], non_blocking=True)
+        self._copied[self._turn].record()
+        return k, v
+
+    def wait_all(self) -> None:
+        """Until nothing is under way; what the thread raised for rows that nobody took is dropped with them."""
+        for job in self._jobs.values():
+            job.exception()
+        self._jobs.clear()
+        if self.cuda:
+            self.stream.synchronize()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+        self._jobs.clear()
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        self.rows, self.tokens, self._staging = [], None, {}
+
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        gpu = {"critical rows": sum(rows.nbytes for rows in self.rows), "fetched tokens": sum(x.nbytes for x in self.tokens or ())}
+        return {"gpu": gpu, "host": {"staging": sum(x.nbytes for kind in self._staging.values() for x in kind)}}

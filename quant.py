@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantisation-friendly layers: K and V as 1-, 2-, 4- or 8-bit codes on the GPU (TailorKV, section 4.1; KIVI, 2402.02750).
+
+A layer that attends densely averages over thousands of tokens, so coarse codes do it little harm, while leaving tokens out does.
+
+* Keys are grouped per channel, `group` tokens at a time, because key outliers live in channels.
+* Values are grouped per token, `group` channels at a time (the last group of a head may be narrower): they have no outliers.
+* Tokens age in blocks of `group`: a block is coded once all of it is older than the newest `residual` tokens, so
+  `residual` to `residual + group - 1` tokens stay in 16 bits. Codes depend on positions alone, not on how tokens were
+  split over calls.
+
+Shapes: `B` batch, `N` tokens, `KV` key/value heads, `G` query heads a KV head, `D` head_dim.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import merge_attention, small_attention
+
+BITS = (1, 2, 4, 8)
+
+
+# ------------------------------------------------------------------------------------------------------------- codes
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes `[..., n]` below 2^bits to bytes `[..., ceil(n * bits / 8)]`; code i starts at bit i * bits, lowest first."""
+    each = 8 // bits
+    codes = F.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (codes << shifts).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
+    """The inverse of `pack`: bytes to uint8 codes `[..., n]`."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)[..., :n]
+
+
+def quantise(x: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Min-max codes along the last dimension (TailorKV eq. 6-7), groups of `group`, the last one as wide as what is left.
+
+    Args:
+        x: `[..., n]`, any float dtype; the range is taken in float32.
+
+    Returns:
+        `(codes [..., n] uint8, scale, zero)`, the last two `[..., ceil(n / group)]` float16. Codes are computed against scale
+        and zero as stored, so that decoding is as exact as the storage allows. A constant group has scale 0 and code 0 and
+        comes back as its float16 value.
+    """
+    n = x.shape[-1]
+    x = x.float()
+    # Repeating the last element fills the last group without moving its minimum or maximum.
+    filled = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], -n % group)), -1).unflatten(-1, (-1, group))
+    low, high = filled.amin(-1), filled.amax(-1)
+    zero = low.half()
+    scale = ((high - low) / (2**bits - 1)).half()
+    z, s = zero.float().unsqueeze(-1), scale.float().unsqueeze(-1)
+    codes = ((filled - z) / torch.where(s == 0, 1.0, s) + 0.5).floor().clamp(0, 2**bits - 1)
+    codes = torch.where(s == 0, 0.0, codes).to(torch.uint8)
+    return codes.flatten(-2)[..., :n], scale, zero
+
+
+def dequantise(codes: Tensor, scale: Tensor, zero: Tensor, group: int) -> Tensor:
+    """`zero + scale * code` in float32: codes `[..., n]`, scale and zero `[..., ceil(n / group)]`."""
+    n = codes.shape[-1]
+    padded = F.pad(codes, (0, -n % group)).unflatten(-1, (-1, group)).float()
+    return torch.addcmul(zero.float().unsqueeze(-1), padded, scale.float().unsqueeze(-1)).flatten(-2)[..., :n]
+
+
+# ------------------------------------------------------------------------------------------------- the 16-bit tail
+
+
+class Ring:
+    """The newest tokens of one layer in 16 bits: position p lives in slot p % size.
+
+    GPU bytes: `B * KV * size * (D + Dv) * itemsize`.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, size: int):
+        """`k`, `v`: any `[B, KV, T, D]` of the layer, for shape, dtype and device."""
+        self.size = size
+        self.k = k.new_zeros(*k.shape[:2], size, k.shape[3])
+        self.v = v.new_zeros(*v.shape[:2], size, v.shape[3])
+        self.start = 0  # the oldest position whose slot has not been overwritten
+        self._saved: tuple | None = None
+
+    def slots(self, start: int, stop: int) -> Tensor:
+        """Slots of positions start .. stop - 1, int64."""
+        return torch.arange(start, stop, device=self.k.device) % self.size
+
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of the positions start .. stop - 1, in order, as copies."""
+        slots = self.slots(start, stop)
+        return self.k.index_select(2, slots), self.v.index_select(2, slots)
+
+    def write(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Store `[B, KV, T, D]` at positions start .. start + T - 1; of more tokens than slots only the newest."""
+        stop = start + k.shape[2]
+        first = max(start, stop - self.size)
+        slots = self.slots(first, stop)
+        self.k.index_copy_(2, slots, k[:, :, first - start :])
+        self.v.index_copy_(2, slots, v[:, :, first - start :])
+        self.start = max(self.start, stop - self.size)
+
+    def save(self, length: int) -> None:
+        """Remember the content as it is at `length` tokens, before a call that may not end overwrites it."""
+        self._saved = (length, self.start, self.k.clone(), self.v.clone())
+
+    def roll_back(self, length: int) -> None:
+        """Restore what `save(length)` remembered, if it did."""
+        if self._saved is not None and self._saved[0] == length:
+            _, self.start, k, v = self._saved
+            self.k.copy_(k)
+            self.v.copy_(v)
+
+    def commit(self) -> None:
+        self._saved = None
+
+
+# -------------------------------------------------------------------------------------------------------- the layer
+
+
+class QuantLayer:
+    """One quantisation-friendly layer. Positions below `edge(length)` are codes, the rest is in the ring.
+
+    GPU bytes, with P = `capacity // group` blocks held and W = `ceil(Dv / group)` value groups a token:
+    codes `B * KV * P * group * (D + Dv) * bits / 8` (each head's row rounded up to a byte), ranges
+    `B * KV * P * (D + group * W) * 2 * 2`, ring as there. The ring is longer than the 16-bit tail by one block, so that
+    an interrupted decode step can be undone, and by `slack` tokens, so that cropping up to `slack` tokens is exact: farther
+    back, tail tokens that exist only as codes are taken from them.
+    """
+
+    SLACK = 256
+    CHUNK = 64  # blocks decoded at a time: bounds the working set of a step
+
+    def __init__(self, bits: int, group: int, residual: int):
+        if bits not in BITS:
+            raise ValueError(f"bits is {bits}; codes have {', '.join(map(str, BITS))} bits")
+        self.bits, self.group, self.residual = bits, group, residual
+        self.ring: Ring | None = None
+        self.capacity = 0  # tokens
+
+    def edge(self, length: int) -> int:
+        """Tokens held as codes when `length` are stored."""
+        return max(0, length - self.residual) // self.group * self.group
+
+    # -- storage
+
+    def reserve(self, k: Tensor, v: Tensor, tokens: int) -> bool:
+        """Make room for `tokens` tokens like k and v `[B, KV, *, D]`; True if a buffer moved."""
+        moved = self.ring is None
+        if moved:
+            self.ring = Ring(k, v, self.residual + self.group + self.SLACK)
+            self.codes, self.ranges = [None, None], [None, None]  # for K and V
+        blocks = -(-tokens // self.group)
+        if blocks * self.group > self.capacity:
+            head, g, D, Dv = k.shape[:2], self.group, k.shape[3], v.shape[3]
+            shapes = [(D, -(-g * self.bits // 8)), (g, -(-Dv * self.bits // 8))], [(2, D), (2, g, -(-Dv // g))]
+            for held, dtype, rows in ((self.codes, torch.uint8, shapes[0]), (self.ranges, torch.float16, shapes[1])):
+                for i, row in enumerate(rows):
+                    grown = torch.zeros(*head, blocks, *row, dtype=dtype, device=k.device)
+                    if held[i] is not None:
+                        grown[:, :, : held[i].shape[2]] = held[i]
+                    held[i] = grown
+            self.capacity, moved = blocks * g, True
+        return moved
+
+    def _encode(self, first: int, k: Tensor, v: Tensor) -> None:
+        """Code the block-aligned k, v `[B, KV, n * group, D]` into blocks first .. first + n - 1."""
+        g = self.group
+        for at in range(0, k.shape[2], self.CHUNK * g):  # float32 temporaries of a bounded size
+            part = slice(at, min(at + self.CHUNK * g, k.shape[2]))
+            blocks = slice(first + at // g, first + part.stop // g)
+            for i, x in enumerate((k[:, :, part].unflatten(2, (-1, g)).transpose(3, 4), v[:, :, part].unflatten(2, (-1, g)))):
+                codes, scale, zero = quantise(x, self.bits, g)
+                self.codes[i][:, :, blocks] = pack(codes, self.bits)
+                both = torch.stack((scale, zero), 3)  # [B, KV, n, 2, rows, groups of a row]
+                self.ranges[i][:, :, blocks] = both.squeeze(-1) if i == 0 else both
+
+    def _decode(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Blocks first .. last - 1 as float32 K and V `[B, KV, n * group, D]`."""
+        g, blocks, D = self.group, slice(first, last), self.ring.v.shape[3]
+        scale, zero = self.ranges[0][:, :, blocks].unbind(3)  # [B, KV, n, D]
+        k = dequantise(unpack(self.codes[0][:, :, blocks], self.bits, g), scale.unsqueeze(-1), zero.unsqueeze(-1), g)
+        scale, zero = self.ranges[1][:, :, blocks].unbind(3)  # [B, KV, n, group, W]
+        v = dequantise(unpack(self.codes[1][:, :, blocks], self.bits, D), scale, zero, g)
+        return k.transpose(3, 4).flatten(2, 3), v.flatten(2, 3)
+
+    # -- prefill
+
+    def absorb(self, k: Tensor, v: Tensor, old: int, new: int) -> None:
+        """Take over tokens old .. new - 1 of a prefill call from `k, v [B, KV, new, D]`, which hold all positions in 16 bits."""
+        self.ring.save(old)
+        first, last = self.edge(old), self.edge(new)
+        if last > first:
+            self._encode(first // self.group, k[:, :, first:last], v[:, :, first:last])
+        self.ring.write(old, k[:, :, old:], v[:, :, old:])
+
+    def history(self, k: Tensor, v: Tensor, length: int) -> None:
+        """Write positions 0 .. length - 1 into `k, v [B, KV, >= length, D]`: codes decoded block by block, then the tail."""
+        edge, g = self.edge(length), self.group
+        for first in range(0, edge // g, self.CHUNK):
+            last = min(first + self.CHUNK, edge // g)
+            k[:, :, first * g : last * g], v[:, :, first * g : last * g] = self._decode(first, last)
+        k[:, :, edge:length], v[:, :, edge:length] = self.ring.read(edge, length)
+
+    # -- decode
+
+    def age(self, length: int) -> None:
+        """Before a decode step that makes it `length` tokens: code the block that leaves the tail, if one does."""
+        first, last = self.edge(length - 1), self.edge(length)
+        if last > first:
+            self._encode(first // self.group, *self.ring.read(first, last))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> Tensor:
+        """Append k, v `[B, KV, 1, D]` as position `length - 1` and attend with q `[B, H, 1, D]` over all `length` tokens.
+
+        Codes are decoded `CHUNK` blocks at a time with a running softmax; the layer is never decoded into memory.
+        """
+        self.ring.write(length - 1, k, v)
+        edge, g = self.edge(length), self.group
+        o, lse = small_attention(q, *self.ring.read(edge, length), scale)
+        for first in range(0, edge // g, self.CHUNK):
+            part = small_attention(q, *self._decode(first, min(first + self.CHUNK, edge // g)), scale)
+            o, lse = merge_attention(o, lse, *part)
+        return o.to(q.dtype)
+
+    # -- between calls
+
+    def crop(self, old: int, new: int) -> None:
+        """Forget positions new .. old - 1; what must be in 16 bits again and is not in the ring comes from its codes."""
+        edge, missing = self.edge(new), min(self.ring.start, new)
+        if edge < missing:
+            first, last = edge // self.group, -(-missing // self.group)
+            k, v = self._decode(first, last)
+            start = self.ring.start
+            self.ring.write(edge, k[:, :, : missing - edge].to(self.ring.k.dtype), v[:, :, : missing - edge].to(self.ring.v.dtype))
+            self.ring.start = min(start, edge)
+
+    def nbytes(self) -> dict[str, int]:
+        """GPU bytes by part."""
+        if self.ring is None:
+            return {}
+        return {
+            "quantised codes": sum(held.nbytes for held in self.codes),
+            "quantised ranges": sum(held.nbytes for held in self.ranges),
+            "quantised tail": self.ring.k.nbytes + self.ring.v.nbytes,
+        }

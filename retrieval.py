@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparsity-friendly layers: K and V in host memory, and for each new token only the few rows that matter (TailorKV, section 4.2).
+
+For a decode step at layer l,
+    a. while layer l - 1 runs, its incoming hidden state gives a guess of layer l's query (the decoder does that);
+    b. `critical_channels`: the C channels with the largest |q| * max |K|, for each KV head;
+    c. those rows of the transposed keys are prefetched from the host (`offload.Prefetcher`);
+    d. at layer l, `approximate_scores` with the true query on those channels, `select_tokens` takes the K best candidates;
+    e. the chosen tokens' full K and V are fetched;
+    f. attention is exact over sink + fetched + window.
+
+The sink is the first `sink` tokens. The window is the newest `recent` tokens, its old end rounded down to a multiple of 64
+(`recent` to `recent + 63` tokens): behind that edge tokens live on the host, and all of them but the sink are candidates.
+
+Where the authors' code differs from the better choice, both are here: `authors` averages the G queries of a group with sign,
+so that opposite heads cancel; otherwise |q| is averaged for channels, and softmaxes over the candidates for tokens.
+
+Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` head_dim, `C` channels, `K` tokens fetched,
+`M` candidates.
+"""
+
+import torch
+from torch import Tensor
+
+from attention import small_attention
+from offload import BLOCK, HostStore, Pinner, Prefetcher, largest
+from quant import Ring
+
+# ------------------------------------------------------------------------------------------------------- the choice
+
+
+def critical_channels(q: Tensor, kmax: Tensor, channels: int, authors: bool = False) -> Tensor:
+    """The channels that carry the scores (eq. 10): query `[B, H, 1, D]`, largest |K| `[B, KV, D]`; returns ascending int64 `[B, KV, C]`."""
+    B, KV, D = kmax.shape
+    q = q.reshape(B, KV, -1, D).float()
+    size = q.mean(2).abs() if authors else q.abs().mean(2)
+    return select_tokens(size * kmax.float(), min(channels, D))
+
+
+def approximate_scores(q: Tensor, index: Tensor, rows: Tensor, scale: float, authors: bool = False) -> Tensor:
+    """How much each candidate matters to a KV head, from the critical channels alone; larger is more, float32 `[B, KV, M]`.
+
+    Args:
+        q: the true query `[B, H, 1, D]`; index: `[B, KV, C]`; rows: the keys' channels `[B, KV, C, M]`.
+        scale: of the exact scores.
+    """
+    B, KV, C = index.shape
+    q = q.reshape(B, KV, -1, q.shape[3]).float()
+    if authors:
+        q = q.mean(2, keepdim=True)
+    q = q.gather(3, index.unsqueeze(2).expand(-1, -1, q.shape[2], -1))
+    scores = (q @ rows.float()) * scale  # [B, KV, G, M]
+    return scores.squeeze(2) if authors else scores.softmax(-1).mean(2)
+
+
+def select_tokens(scores: Tensor, count: int) -> Tensor:
+    """Positions of the `count` largest scores `[..., M]`, ascending, ties to the lowest position: int64 `[..., count]`.
+
+    torch.topk leaves open which of equal scores it takes, and a result must not depend on the device or the buffer's size.
+    No host sync.
+    """
+    M = scores.shape[-1]
+    if count >= M:
+        return torch.arange(M, device=scores.device).expand(*scores.shape[:-1], M).contiguous()
+    if count == 0:
+        return torch.empty(*scores.shape[:-1], 0, dtype=torch.int64, device=scores.device)
+    threshold = scores.topk(count, -1, sorted=True).values[..., -1:]
+    above, level = scores > threshold, scores == threshold
+    chosen = above | (level & (level.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    place = torch.where(chosen, chosen.cumsum(-1) - 1, count)  # those not chosen share one place past the end
+    positions = torch.arange(M, device=scores.device).expand_as(place)
+    return positions.new_zeros(*scores.shape[:-1], count + 1).scatter_(-1, place, positions)[..., :count].contiguous()
+
+
+# --------------------------------------------------------------------------------------------------------- the layer
+
+
+class SparseLayer:
+    """One sparsity-friendly layer: sink and window in 16 bits on the GPU, everything behind the window on the host.
+
+    GPU bytes: `B * KV * (sink + ring) * (D + Dv) * itemsize` with ring = `recent` rounded up to 64, + 64 (an interrupted
+    step can be undone), and maxima `B * KV * D * itemsize`. What is prefetched and fetched is shared by all layers and
+    counted by `Prefetcher`; host bytes by `HostStore`.
+    """
+
+    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, pinner: Pinner, prefetcher: Prefetcher, turn: int):
+        """`turn`: this layer's place among the sparse layers, which decides its row buffer."""
+        self.sink_size, self.recent, self.channels, self.topk, self.authors, self.turn = sink, recent, channels, topk, authors, turn
+        self.store, self.prefetcher = HostStore(pinner), prefetcher
+        self.ring: Ring | None = None
+        self.static: Tensor | None = None  # [KV, C]: channels chosen offline, for the paper's ablation
+        self.length = 0
+        self.chosen: Tensor | None = None  # the last step's: index of fetched positions [B, KV, K]
+        self._index: Tensor | None = None  # channels under way
+
+    def edge(self, length: int) -> int:
+        """Tokens on the host when `length` are stored."""
+        return max(0, length - self.recent) // BLOCK * BLOCK
+
+    # -- storage
+
+    def reserve(self, k: Tensor, v: Tensor, tokens: int, exact: bool) -> bool:
+        """Make room for `tokens` tokens like k and v `[B, KV, *, D]`; True if a GPU buffer moved."""
+        moved = self.ring is None
+        if moved:
+            self.ring = Ring(k, v, -(-self.recent // BLOCK) * BLOCK + BLOCK)
+            self.sink = [x.new_zeros(*x.shape[:2], self.sink_size, x.shape[3]) for x in (k, v)]
+            self.kmax = k.new_zeros(*k.shape[:2], k.shape[3])
+        self.store.reserve(self.edge(tokens), k, v, exact)
+        return moved
+
+    def put_sink(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Keep of `k, v [B, KV, T, D]`, positions from `start` on, those that belong to the sink."""
+        if start < self.sink_size:
+            stop = min(start + k.shape[2], self.sink_size)
+            for held, new in zip(self.sink, (k, v)):
+                held[:, :, start:stop] = new[:, :, : stop - start]
+
+    def refresh_maxima(self, length: int) -> None:
+        """Take the channels' largest |K| over the candidates from the host's record."""
+        found = self.store.channel_maxima(self.sink_size, self.edge(length))
+        self.kmax.zero_() if found is None else self.kmax.copy_(found)
+
+    # -- prefill
+
+    def absorb(self, k: Tensor, v: Tensor, old: int, new: int) -> None:
+        """Take over tokens old .. new - 1 of a prefill call from `k, v [B, KV, new, D]`, which hold all positions.
+
+        On CUDA it runs in the current stream, the offload stream; k and v must not be overwritten before it is through.
+        """
+        self.ring.save(old)
+        self.put_sink(old, k[:, :, old:], v[:, :, old:])
+        first, last = self.edge(old), self.edge(new)
+        if last > first:
+            self.store.write(first, k[:, :, first:last], v[:, :, first:last])
+            begin = max(first, self.sink_size)
+            if begin < last:  # the sink's keys are outliers of their own and no candidates: they stay out of the maxima
+                self.kmax.copy_(torch.maximum(self.kmax, largest(k[:, :, begin:last])))
+        self.ring.write(old, k[:, :, old:], v[:, :, old:])
+
+    def history(self, k: Tensor, v: Tensor, length: int) -> None:
+        """Copy positions 0 .. length - 1 into `k, v [B, KV, >= length, D]`: the host's part, then the window."""
+        edge = self.edge(length)
+        self.store.read(k, v, 0, edge)
+        k[:, :, edge:length], v[:, :, edge:length] = self.ring.read(edge, length)
+
+    # -- decode
+
+    def leaving(self, length: int) -> tuple[Tensor, Tensor] | None:
+        """Before a decode step that makes it `length` tokens: K and V `[B, KV, 64, D]` of the block that leaves the window, if one does."""
+        first, last = self.edge(length - 1), self.edge(length)
+        if last == first:
+            return None
+        k, v = self.ring.read(first, last)
+        if last > self.sink_size:
+            self.kmax.copy_(torch.maximum(self.kmax, largest(k[:, :, max(self.sink_size - first, 0) :])))
+        return k, v
+
+    def foresee(self, layer: int, q: Tensor, length: int) -> None:
+        """Choose channels for the step that makes it `length` tokens by the predicted query `[B, H, 1, D]`, and start their transfer."""
+        start, stop = self.sink_size, self.edge(length)
+        if stop - start <= self.topk or self.topk == 0:
+            return  # every candidate is fetched, or none: nothing to choose
+        self._index = self.channels_for(q)
+        self.prefetcher.prefetch(layer, self.turn, self.store, self._index, start, stop)
+
+    def channels_for(self, q: Tensor) -> Tensor:
+        if self.static is not None:
+            return self.static.expand(q.shape[0], -1, -1).contiguous()
+        return critical_channels(q, self.kmax, self.channels, self.authors)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> Tensor:
+        """Append k, v `[B, KV, 1, D]` as position `length - 1`; attend with q `[B, H, 1, D]` over sink, the chosen candidates and the window."""
+        self.put_sink(length - 1, k, v)
+        self.ring.write(length - 1, k, v)
+        start, stop = self.sink_size, self.edge(length)
+        parts = [[x[:, :, : min(start, length)] for x in self.sink]]
+        self.chosen = None
+        if stop > start and self.topk:
+            self.chosen = self._choose(layer, q, scale, start, stop)
+            parts.append(self.prefetcher.fetch_tokens(self.store, self.chosen))
+        parts.append(self.ring.read(max(start, stop), length) if length > start else [x[:, :, :0] for x in (k, v)])
+        keys, values = (torch.cat(x, 2) for x in zip(*parts))
+        return small_attention(q, keys, values, scale)[0].to(q.dtype)
+
+    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int) -> Tensor:
+        """Positions `[B, KV, min(K, M)]` of the best candidates among start .. stop - 1."""
+        if stop - start <= self.topk:
+            B, KV = self.kmax.shape[:2]
+            return torch.arange(start, stop, device=q.device).expand(B, KV, -1).contiguous()
+        rows = self.prefetcher.take_rows(layer, self.turn, stop - start)
+        if rows is None:  # layer 0 has no layer before it: its channels are chosen, exactly, on the spot
+            self.foresee(layer, q, stop + self.recent)
+            rows = self.prefetcher.take_rows(layer, self.turn, stop - start)
+        scores = approximate_scores(q, self._index, rows, scale, self.authors)
+        self.prefetcher.done_with_rows(self.turn)
+        return select_tokens(scores, self.topk) + start
+
+    # -- between calls
+
+    def crop(self, old: int, new: int) -> None:
+        """Forget positions new .. old - 1; the window of `new` tokens comes back from the host."""
+        edge, missing = self.edge(new), min(self.edge(old), new)
+        if edge < missing:
+            head, D, Dv = self.kmax.shape[:2], self.ring.k.shape[3], self.ring.v.shape[3]
+            k, v = self.ring.k.new_empty(*head, missing, D), self.ring.v.new_empty(*head, missing, Dv)
+            self.store.read(k, v, edge, missing)
+            start = self.ring.start
+            self.ring.write(edge, k[:, :, edge:], v[:, :, edge:])
+            self.ring.start = min(start, edge)
+        self.refresh_maxima(new)
+
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        """GPU and host bytes by part."""
+        gpu = {}
+        if self.ring is not None:
+            gpu = {
+                "sink": sum(x.nbytes for x in self.sink),
+                "window": self.ring.k.nbytes + self.ring.v.nbytes,
+                "channel maxima": self.kmax.nbytes,
+            }
+        return {"gpu": gpu, "host": self.store.nbytes()}
