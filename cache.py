@@ -20,6 +20,7 @@ import dataclasses
 import glob
 import json
 import os
+import shutil
 import tempfile
 from concurrent.futures import Future
 from pathlib import Path
@@ -99,6 +100,7 @@ class KVCache:
         if self._pending:
             self._roll_back()
             self.pos.fill_(self.length)
+            self.epoch += 1  # it may have moved a buffer and been interrupted before it said so
         self._seen = [0] * self.num_layers
         self._decoding = decode
         self._pending = T  # from here on an interrupt is rolled back by the next call
@@ -139,10 +141,12 @@ class KVCache:
             raise ValueError(f"crop({n}): the cache holds {self.length} tokens")
         if self._pending:
             self._roll_back()
-            self._pending = 0
+            self.epoch += 1  # as in begin
+        self._pending = 1  # until all is done, so that the next call undoes or completes what an interrupt leaves
         self._forget(n)
         self.length = n
         self.pos.fill_(n)
+        self._pending = 0
 
     def reset(self) -> None:
         """Empty the cache and keep its buffers; nothing of the old sequence stays in them."""
@@ -186,6 +190,8 @@ class KVCache:
                 taken = True
             if taken:
                 raise ValueError(f"{path} exists and is not a saved cache; it is left as it is, choose another name")
+        if self._pending:
+            self.crop(self.length)  # a call that never reached `end` has not happened
         about = {"format": FORMAT, "cache": type(self).__name__, "options": dataclasses.asdict(self.options)}
         about |= {"layers": self.num_layers, "length": self.length, **self._about(), "meta": meta or {}}
         tensors = {f"cache.{name}": tensor for name, tensor in self._tensors().items()}
@@ -193,17 +199,16 @@ class KVCache:
         # Committed tokens only, each tensor in storage of its own: safetensors refuses views.
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         for stale in path.parent.glob(glob.escape(f".{path.name}.") + "*.tmp"):
-            stale.unlink(missing_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
+            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
+        # A folder, because safetensors writes to a temporary of its own, of unknown name, beside the file that it is to write.
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
         try:
-            save_file(tensors, temporary, metadata={"about": json.dumps(about)})
-            with open(temporary, "rb") as file:
+            save_file(tensors, folder / "whole", metadata={"about": json.dumps(about)})
+            with open(folder / "whole", "rb") as file:
                 os.fsync(file.fileno())  # a rename that reaches the disk before its data would leave an empty file after a power cut
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+            os.replace(folder / "whole", path)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def load(self, path: str | Path) -> tuple[dict[str, Tensor], dict]:
         """Fill this cache from a file that `save` wrote, and return what the caller stored: `(extra, meta)`.
@@ -218,8 +223,10 @@ class KVCache:
                 raise ValueError(f"{path} has {key} {about.get(key)!r}, and this cache needs {value!r}")
         length = about["length"]
         self._restore({n.removeprefix("cache."): t for n, t in stored.items() if n.startswith("cache.")}, length)
+        self._pending = 1  # as in crop
         self.length = length
         self.pos.fill_(length)
+        self._pending = 0
         return {n.removeprefix("extra."): t for n, t in stored.items() if n.startswith("extra.")}, about["meta"]
 
     # -- for subclasses
@@ -231,7 +238,7 @@ class KVCache:
         """Undo whatever the unfinished call left behind."""
 
     def _forget(self, n: int) -> None:
-        """Drop what was derived from tokens after the first n."""
+        """Drop what was derived from tokens after the first n. `_roll_back` follows if it is interrupted."""
 
     def _about(self) -> dict:
         """What a saved file must say, beside the options, for an equal cache to be made again."""
@@ -450,10 +457,11 @@ class TailorCache(KVCache):
         self._cuda = self.pos.device.type == "cuda"
         self._side = torch.cuda.Stream(self.pos.device) if self._cuda else None
         self._sparse = [layer for layer in range(self.num_layers) if layer not in self.quantised]
+        self.dense: FullCache | None = self._new_dense()  # there if, and only if, length <= dense_below
         self._start_over()
 
     def _start_over(self) -> None:
-        """As new: empty, without buffers or threads."""
+        """Layers as new: empty, without buffers or threads."""
         o, device = self.options, self.pos.device
         self.pinner, self.prefetcher = Pinner(device), Prefetcher(device, o.row_bits)
         self.layers: list[QuantLayer | SparseLayer] = []
@@ -466,7 +474,6 @@ class TailorCache(KVCache):
                 if self._static is not None:
                     entry.static = self._static[layer][:, : o.channels].sort(-1).values.to(device)
                 self.layers.append(entry)
-        self.dense: FullCache | None = self._new_dense()  # there if, and only if, length <= dense_below
         self._like: tuple[Tensor, Tensor] | None = None  # empty K and V, for shape and dtype
         self._scratch: list[tuple[Tensor, Tensor] | None] = [None, None]
         self._ready = [Event(device) for _ in range(2)]  # the side stream is through with a scratch buffer
@@ -485,9 +492,13 @@ class TailorCache(KVCache):
     # -- a call
 
     def _settle(self) -> None:
-        """Finish what an interrupt right after a commit may have left undone."""
+        """Free what a call needed until its commit; an interrupt may come between the two, so the next call asks for it again."""
         if self.length > self.options.dense:
             self.dense = None
+        self._scratch = [None, None]
+        for layer in self.layers:
+            if layer.ring is not None:
+                layer.ring.commit()
 
     def _make_room(self, tokens: int) -> None:
         self._settle()
@@ -638,18 +649,12 @@ class TailorCache(KVCache):
                 self._ready[slot].record(self._side)
 
     def end(self) -> None:
-        dense, decoding = self._all_dense, self._decoding
-        if dense:
+        if self._all_dense:
             self.dense.end()
-        elif not decoding and self._cuda:
+        elif not self._decoding and self._cuda:
             torch.cuda.current_stream().wait_stream(self._side)
         super().end()
-        if dense:
-            return
-        self.dense = None
-        self._scratch = [None, None]
-        for layer in self.layers:
-            layer.ring.commit()
+        self._settle()
 
     # -- prediction
 
@@ -672,50 +677,47 @@ class TailorCache(KVCache):
             self._side.synchronize()
 
     def _roll_back(self) -> None:
-        self._settle()
         self._quiet()
         self._scratch = [None, None]
-        if self._all_dense:
+        if self.dense is not None and self.length <= self.options.dense:
             self.dense.crop(self.length)  # it may have committed what this cache did not
+            self._drop_layers()  # they hold nothing but what they were given on the way out of it, or in
             return
-        if self.dense is not None:  # the layers hold nothing but what they were given on the way out of it
-            self._drop_layers()
-            return
+        self.prefetcher.close()  # a job may be at work, or a buffer half made, that nobody knows of
         for layer in self.layers:
-            if layer.ring is not None:
-                layer.roll_back(self.length)
+            layer.roll_back(self.length)
 
     def _drop_layers(self) -> None:
-        dense = self.dense
         self._release()
         self._start_over()
-        self.dense = dense
 
     def _forget(self, n: int) -> None:
         self._settle()
         self._quiet()
         if self.dense is not None:
-            self.dense.crop(min(n, self.dense.length))
+            self.length = n  # first: the inner cache can follow later, but not go back
+            self.dense.crop(n)
             return
         if self.length == n:
             return
+        for layer in self.layers:
+            layer.ring.save(self.length)
+            layer.crop(self.length, n)
         if n <= self.options.dense:
             dense = self._new_dense()
             if n:
                 dense.begin(n)
                 dense._seen = [n] * self.num_layers
                 for number, layer in enumerate(self.layers):
-                    layer.crop(self.length, n)
                     k, v = (x.new_empty(*x.shape[:2], n, x.shape[3]) for x in self._like)
                     layer.history(k, v, n)
                     dense._allocate(number, k, v)
                     dense.k[number][:, :, :n], dense.v[number][:, :, :n] = k, v
                 dense.end()
-            self.dense = dense
+            self.dense, self.length = dense, n  # at once, as in end()
             self._drop_layers()
-        else:
-            for layer in self.layers:
-                layer.crop(self.length, n)
+        self.length = n
+        self._settle()
 
     def reset(self) -> None:
         self.close()
@@ -729,11 +731,12 @@ class TailorCache(KVCache):
 
     def close(self) -> None:
         self._quiet()
-        self._release()
-        self.length = self._pending = 0
+        self._pending = 1  # as in crop
+        self.dense, self.length = self._new_dense(), 0
+        self._drop_layers()
         self.pos.zero_()
-        self._start_over()
         self.epoch += 1
+        self._pending = 0
 
     @classmethod
     def estimate(cls, config, options, tokens: int, itemsize: int, batch: int = 1) -> dict[str, int]:
@@ -753,6 +756,7 @@ class TailorCache(KVCache):
         return {"quantised": list(self.quantised)}
 
     def _tensors(self) -> dict[str, Tensor]:
+        self._settle()
         tensors = {f"{number}.static": channels for number, channels in enumerate(self._static or ())}
         if self.dense is not None:
             return tensors | {f"dense.{name}": tensor for name, tensor in self.dense._tensors().items()}
@@ -764,6 +768,7 @@ class TailorCache(KVCache):
     def _restore(self, tensors: dict[str, Tensor], length: int) -> None:
         held = {name.removeprefix("dense."): tensor for name, tensor in tensors.items() if name.startswith("dense.")}
         self.close()
+        self._pending = 1  # as in crop; load ends it
         if held or length == 0:
             self.dense._restore(held, length)
             self.dense.length = length
@@ -772,7 +777,7 @@ class TailorCache(KVCache):
         self._reserve(length)
         for number, layer in enumerate(self.layers):
             layer.restore({name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{number}.")}, length)
-        self.dense = None
+        self.dense, self.length = None, length
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         parts: dict[str, dict[str, int]] = {"gpu": {"pos": self.pos.nbytes}, "host": {}}

@@ -186,8 +186,8 @@ class QuantLayer:
         self.capacity = 0  # tokens
 
     def edge(self, length: int) -> int:
-        """Tokens held as codes when `length` are stored."""
-        return max(0, length - self.residual) // self.group * self.group if length >= self.centre else 0
+        """Tokens held as codes when `length` are stored: none before a step that finds the first `centre` tokens there."""
+        return max(0, length - self.residual) // self.group * self.group if length > self.centre else 0
 
     # -- storage
 
@@ -246,6 +246,8 @@ class QuantLayer:
     def _refresh(self, edge: int) -> None:
         """What decoded values lack when positions below `edge` are codes: the subtracted mean, and the mean error of coding."""
         if self.centre:
+            if edge == 0:
+                self.mean.zero_()
             self.shift.copy_(self.mean)
         if self.correct:
             error = self.sums[:, :, : edge // self.group].sum(2, keepdim=True) / max(edge, 1)

@@ -13,6 +13,8 @@ import sys
 import tempfile
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Threads that spin while they wait make a step take five times as long on a machine that does something else as well.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tests read only what they wrote: transformers would otherwise ask the hub about every folder.
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
@@ -61,7 +63,8 @@ FAMILIES = {
     "qwen3": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40}),
     "qwen3-bias": ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": True}),
 }
-COMMON = {"hidden_size": 96, "intermediate_size": 172, "num_hidden_layers": 3, "vocab_size": 211, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
+# A large epsilon, so that one taken from elsewhere shows.
+COMMON = {"rms_norm_eps": 0.02, "hidden_size": 96, "intermediate_size": 172, "num_hidden_layers": 3, "vocab_size": 211, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
 
 
 # Tiny tensors: a second thread only waits for the first, and on a busy machine for long. test_smollm2.py takes all cores.
@@ -94,6 +97,15 @@ def reference(cls: str, **options):
                 parameter.copy_(gain * parameter.shape[-1] ** -0.5 * torch.randn_like(parameter))
     model.tie_weights()
     return model
+
+
+def raising(error):
+    """A function that takes anything and raises `error`. (`exec("raise KeyboardInterrupt")` would end the interpreter with SIGINT.)"""
+
+    def call(*args, **options):
+        raise error
+
+    return call
 
 
 @pytest.fixture(scope="session")

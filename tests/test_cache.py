@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from conftest import raising
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -82,7 +83,7 @@ def test_interrupted_decode_has_not_happened(model, ids, undisturbed, monkeypatc
     for t in range(20, N):
         if t % 3 == 0 or t == 33:
             with monkeypatch.context() as patch:
-                patch.setattr(model.layers[layer].mlp, "forward", lambda x: exec("raise KeyboardInterrupt"))
+                patch.setattr(model.layers[layer].mlp, "forward", raising(KeyboardInterrupt))
                 with pytest.raises(KeyboardInterrupt):
                     model.decode((ids[:, t : t + 1] + 1) % 211, cache)  # of another token, which must leave no trace
             assert cache.length == t
@@ -98,9 +99,9 @@ def test_interrupted_at_the_very_end(model, ids, undisturbed, monkeypatch, where
     first = model.prefill(ids[:, :20], cache)
     with monkeypatch.context() as patch:
         if where == "before the commit":
-            patch.setattr(cache, "end", lambda: exec("raise KeyboardInterrupt"))
+            patch.setattr(cache, "end", raising(KeyboardInterrupt))
         else:
-            patch.setattr(model.norm, "forward", lambda x: exec("raise KeyboardInterrupt"))
+            patch.setattr(model.norm, "forward", raising(KeyboardInterrupt))
         for call in (lambda: model.decode(ids[:, 5:6], cache), lambda: model.prefill(ids[:, :9], cache)):
             with pytest.raises(KeyboardInterrupt):
                 call()
@@ -116,7 +117,7 @@ def test_interrupted_call_then_another_kind_of_call(model, ids, undisturbed, mon
 
     def interrupt():
         with monkeypatch.context() as patch:
-            patch.setattr(model.layers[1].mlp, "forward", lambda x: exec("raise KeyboardInterrupt"))
+            patch.setattr(model.layers[1].mlp, "forward", raising(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 model.prefill(ids[:, 3:30], cache)
 
@@ -579,7 +580,7 @@ def test_failed_save_leaves_the_old_file(model, ids, tmp_path, monkeypatch):
     before = (tmp_path / "c").read_bytes()
     for error in (OSError, KeyboardInterrupt):
         with monkeypatch.context() as patch:
-            patch.setattr(cache_module.os, "replace", lambda *args: exec(f"raise {error.__name__}"))
+            patch.setattr(cache_module.os, "replace", raising(error))
             with pytest.raises(error):
                 cache.save(tmp_path / "c")
         assert (tmp_path / "c").read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["c"]

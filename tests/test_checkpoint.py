@@ -290,6 +290,7 @@ def test_config_lacks_a_needed_field(folder, copy_of, name):
     refused(copy_of(folder, **{name: ...}), name)
 
 
+@pytest.mark.filterwarnings("ignore:config.json names no rope_theta")
 def test_unsupported_config(folder, copy_of):
     """What the decoder does not do is refused before the weights are read."""
     refused(copy_of(folder, quantization_config={"quant_method": "awq"}), "awq")

@@ -87,6 +87,8 @@ class Driver:
 
 def state(cache):
     """Everything a cache holds, derived rows included, in a form that can be compared bit for bit."""
+    if cache._pending:
+        cache.crop(cache.length)  # as save() does: what an unfinished call has written is not content
     held = {name: tensor.clone() for name, tensor in cache._tensors().items() if tensor.numel()}
     if isinstance(cache, TailorCache) and cache.dense is None:
         for number, layer in enumerate(cache.layers):
@@ -292,7 +294,7 @@ def test_crop_leaves_what_a_shorter_prompt_would(n, back, decoded, plan, better)
         for _ in range(decoded):
             driver.call(cache, 1, decode=True)
         keep = max(0, cache.length - min(back, QuantLayer.SLACK if plan else back))
-        if plan and cache.length > setting.dense >= keep or plan and cache.length >= setting.centre > keep:
+        if plan and cache.length > setting.dense >= keep or plan and cache.length > setting.centre >= keep:
             keep = cache.length  # 16 bits that became codes do not come back
         cache.crop(keep)
         if keep:

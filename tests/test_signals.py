@@ -1,0 +1,537 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and kill at any moment: of a save, of a call, of the program.
+
+`Interrupter` raises KeyboardInterrupt at a chosen one of the points where CPython runs signal handlers, which is exhaustive;
+the tests with real signals show that these are the points that matter.
+"""
+
+import dis
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+
+import attention
+import cache as cache_module
+import generate as program
+import offload
+import quant
+import retrieval
+from cache import FullCache, TailorCache, load_cache
+from test_tailor import Driver, options, same, state, tiny, tokens
+
+# ---------------------------------------------------------------------------------------- every point of a call, one by one
+
+SOURCES = {module.__file__ for module in (attention, cache_module, offload, quant, retrieval)}
+CHECKS = ("CALL", "RESUME", "JUMP_BACKWARD")  # after these instructions CPython looks for signals, and nowhere else
+
+
+class Interrupter:
+    """A trace function that raises KeyboardInterrupt at point number `at` (None: nowhere), counting and noting the points."""
+
+    def __init__(self, at: int | None = None):
+        self.at, self.points, self._last = at, [], {}
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename not in SOURCES:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._inside
+
+    def _inside(self, frame, event, argument):
+        if event == "return":
+            self._last.pop(frame, None)
+        elif event == "opcode":
+            code, last = frame.f_code, self._last.get(frame)
+            self._last[frame] = frame.f_lasti
+            if last is not None and dis.opname[code.co_code[last]].startswith(CHECKS):
+                self.points.append((Path(code.co_filename).name, code.co_name, frame.f_lineno, frame.f_lasti))
+                if len(self.points) == self.at:
+                    raise KeyboardInterrupt
+        return self._inside
+
+    def run(self, call) -> bool:
+        """Run `call`; True if it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+            self._last.clear()
+        return False
+
+
+DRIVER = Driver(KV=1, D=8)
+AGES = 311  # the decode step after so many tokens moves a block in every layer
+CACHES = {
+    "full": lambda: FullCache(DRIVER.config),
+    **{str(plan): lambda plan=plan: TailorCache(DRIVER.config, plan, options(residual=120)) for plan in ((), (0,), (0, 2))},
+}
+
+
+def do(cache, step):
+    """One step of a scenario: `("prefill", T)`, `("decode",)`, or a method of the cache with its arguments."""
+    name, *arguments = step
+    if name == "prefill":
+        return DRIVER.call(cache, *arguments, chunk=40)
+    if name == "decode":
+        return DRIVER.call(cache, 1, decode=True)
+    getattr(cache, name)(*arguments)
+
+
+def sampled(points: list[tuple], seed: int) -> list[int]:
+    """For every place in the source one of the points, counted from 1, at which it is reached."""
+    reached = defaultdict(list)
+    for number, point in enumerate(points, 1):
+        reached[point].append(number)
+    rng = random.Random(seed)
+    return sorted(rng.choice(numbers) for numbers in reached.values())
+
+
+THEN = [("prefill", 3), ("decode",)]  # what follows shows what an interrupt left behind
+
+
+class Undisturbed:
+    """What a cache made by `make` holds and returns before, in and after a step that nothing interrupts."""
+
+    def __init__(self, make, before: list, step):
+        self.make, self.steps, self.step = make, before, step
+        with make() as cache:
+            for one in before:
+                do(cache, one)
+            self.before, self.start = state(cache), cache.length
+            self.out = do(cache, step)
+            self.after, self.stop = state(cache), cache.length
+            self.later = [do(cache, one) for one in THEN]
+            self.end = state(cache)
+
+    def prepared(self):
+        cache = self.make()
+        for one in self.steps:
+            do(cache, one)
+        return cache
+
+    def points(self) -> list[tuple]:
+        with self.prepared() as cache:
+            tracer = Interrupter()
+            tracer.run(lambda: do(cache, self.step))
+            return tracer.points
+
+    def check(self, cache) -> None:
+        """`cache`, whose step was interrupted: the step has not happened, or it has; then all goes on as if nothing had been."""
+        happened = cache.length == self.stop != self.start
+        # A load that is given up may have lost what was there before.
+        assert happened or cache.length == self.start or (cache.length == 0 and self.step[0] == "load"), f"length {cache.length}"
+        if not happened:
+            out = do(cache, self.step)
+            assert out is None or torch.equal(out, self.out), "outputs differ"
+        if not happened or self.out is not None:  # a crop that has happened may still leave its last lines to the next call
+            same(state(cache), self.after)
+        for one, expected in zip(THEN, self.later):
+            assert torch.equal(do(cache, one), expected), f"{one} differs"
+        same(state(cache), self.end)
+
+
+def interrupt_everywhere(undisturbed: Undisturbed, seed: int = 0, between=lambda cache, undisturbed, rng: None) -> None:
+    """Interrupt the step at every place; `between` does something to the cache before the step is repeated and compared."""
+    points, failures = undisturbed.points(), []
+    assert points
+    for at in sampled(points, seed):
+        with undisturbed.prepared() as cache:
+            tracer = Interrupter(at)
+            assert tracer.run(lambda: do(cache, undisturbed.step)), "the run that counted the points took another path"
+            try:
+                between(cache, undisturbed, random.Random(at))
+                undisturbed.check(cache)
+            except Exception as error:
+                line = traceback.extract_tb(error.__traceback__)[-1].lineno
+                failures.append(f"interrupted in {tracer.points[-1]}: {type(error).__name__} {error} (line {line})")
+    assert not failures, "\n".join([f"{len(failures)} places", *failures[:20]])
+
+
+CALLS = {
+    "a prompt": ([], ("prefill", 200)),
+    "a turn that outgrows dense_below": ([("prefill", 60)], ("prefill", 130)),
+    "a step that outgrows dense_below": ([("prefill", 104)], ("decode",)),
+    "a first step, with a block that ages": ([("prefill", AGES)], ("decode",)),
+    "a later step, with a block that ages": ([("prefill", AGES - 1), ("decode",)], ("decode",)),
+    "a later turn": ([("prefill", AGES), ("decode",)], ("prefill", 75)),
+    "a step below dense_below": ([("prefill", 20)], ("decode",)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kind", ["full", "(0,)"])
+def test_every_point_of_a_call(kind, call):
+    """A buffer made but not yet known, a commit torn in two, a window half overwritten: places no random moment hits twice."""
+    interrupt_everywhere(Undisturbed(CACHES[kind], *CALLS[call]))
+
+
+@pytest.mark.parametrize("call", ["a turn that outgrows dense_below", "a first step, with a block that ages", "a later turn"])
+@pytest.mark.parametrize("kind", ["()", "(0, 2)"])
+def test_every_point_of_a_call_and_then_of_its_undoing(kind, call):
+    """A second Ctrl-C, while the first one's traces are removed: undoing must itself be undone or completed."""
+
+    def again(cache, undisturbed, rng):
+        if cache.length == undisturbed.start:
+            Interrupter(rng.randint(1, 150)).run(lambda: do(cache, undisturbed.step))
+
+    interrupt_everywhere(Undisturbed(CACHES[kind], *CALLS[call]), 1, again)
+
+
+@pytest.mark.parametrize("call", ["a turn that outgrows dense_below", "a first step, with a block that ages", "a later turn"])
+def test_every_point_of_a_call_and_then_something_else(call, tmp_path):
+    """After Ctrl-C the user does not repeat the call: the cache is cropped or saved, and must be what it was before the call."""
+
+    def other(cache, undisturbed, rng):
+        if cache.length == undisturbed.start:
+            if rng.random() < 0.5:
+                cache.crop(cache.length)
+                same(state(cache), undisturbed.before)
+            else:
+                cache.save(tmp_path / "c")
+                with load_cache(tmp_path / "c", DRIVER.config)[0] as loaded:
+                    same(state(loaded), undisturbed.before)
+
+    interrupt_everywhere(Undisturbed(CACHES["(0, 2)"], *CALLS[call]), 2, other)
+
+
+CROPS = {
+    "within a window's reach": ([("prefill", 500), ("decode",)], ("crop", 300)),
+    "into 16 bits": ([("prefill", 300), ("decode",)], ("crop", 90)),
+    "in 16 bits": ([("prefill", 80), ("decode",)], ("crop", 50)),
+}
+
+
+@pytest.mark.parametrize("crop", CROPS)
+def test_every_point_of_a_crop(crop):
+    """A crop that is given up half-way: some layers at the old length, some at the new, or the position at neither."""
+    interrupt_everywhere(Undisturbed(CACHES["(0, 2)"], *CROPS[crop]), 3)
+    interrupt_everywhere(Undisturbed(CACHES["full"], *CROPS[crop]), 3)
+
+
+def test_an_interrupted_crop_and_then_another():
+    """The user of a crop that was given up wants another length: the window for it must not be gone."""
+
+    def another(cache, undisturbed, rng):
+        if cache.length == undisturbed.start:
+            n = rng.randint(430, cache.length)
+            cache.crop(n)
+            with undisturbed.prepared() as twin:
+                twin.crop(n)
+                same(state(cache), state(twin))
+            while cache.length < undisturbed.start:
+                do(cache, ("decode",))
+
+    interrupt_everywhere(Undisturbed(CACHES["()"], *CROPS["within a window's reach"]), 4, another)
+
+
+@pytest.mark.parametrize("length", [70, 300])
+def test_every_point_of_a_load_and_of_a_close(length, tmp_path):
+    """Half a document under the name of a whole one, or a cache that can neither be used nor closed."""
+    with CACHES["(0,)"]() as cache:
+        do(cache, ("prefill", length))
+        cache.save(tmp_path / "c")
+
+    def usable(cache, undisturbed, rng):
+        if cache.length == 0:
+            with CACHES["(0,)"]() as fresh:
+                assert torch.equal(do(cache, ("prefill", 150)), do(fresh, ("prefill", 150)))
+                same(state(cache), state(fresh))
+            cache.close()
+
+    for before in ([], [("prefill", AGES), ("decode",)]):
+        for step in (("load", tmp_path / "c"), ("close",)):
+            interrupt_everywhere(Undisturbed(CACHES["(0,)"], before, step), 5, usable)
+
+
+def test_an_interrupted_call_changes_the_epoch():
+    """The one buffer that moves does, Ctrl-C comes before the epoch says so, and a captured graph is replayed into freed memory."""
+    driver = Driver(L=1, KV=1, D=8)
+
+    def prepared():
+        cache = TailorCache(driver.config, (0,), options())
+        driver.call(cache, 320)
+        return cache, cache.epoch
+
+    counter, (cache, epoch) = Interrupter(), prepared()
+    counter.run(lambda: driver.call(cache, 1, decode=True))
+    assert cache.epoch == epoch + 1
+    for at in sampled(counter.points, 6):
+        cache, epoch = prepared()
+        assert Interrupter(at).run(lambda: driver.call(cache, 1, decode=True))
+        if cache.length == 320:
+            driver.call(cache, 1, decode=True)
+        assert cache.epoch > epoch
+
+
+# ------------------------------------------------------------------------------------------------- random moments of calls
+
+
+@pytest.fixture
+def alarm():
+    """`alarm(seconds, call) -> (result or None, interrupted)`: a real signal that comes so many seconds after the call began."""
+
+    def interrupted(seconds, call):
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                return call(), False
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return None, True
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    yield interrupted
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+STEPS = [(90, False), *[(1, True)] * 17, (69, False), *[(1, True)] * 10, (122, False), *[(1, True)] * 8]  # over 104, over blocks' edges
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a Ctrl-C inside a weakref's callback is lost
+@pytest.mark.parametrize("kind", CACHES)
+def test_random_moments_of_prefill_and_decode(kind, alarm):
+    """Real signals, some inside PyTorch and waits for the thread: each call can be repeated, to the same logits and bytes."""
+    model, ids, rng, hits = tiny(G=1, D=16), tokens(330), random.Random(kind), 0
+    make = (lambda: FullCache(model.config)) if kind == "full" else (lambda: TailorCache(model.config, eval(kind), options()))
+    with make() as cache, make() as twin:
+        for T, decode in STEPS:
+            start = cache.length
+            part = ids[:, start : start + T]
+            call = lambda cache: (model.decode if decode else model.prefill)(part, cache)  # noqa: E731
+            began = time.perf_counter()
+            expected = call(twin)
+            took = time.perf_counter() - began
+            while cache.length == start:
+                got, hit = alarm(rng.uniform(1e-6, 1.5 * took), lambda: call(cache))
+                hits += hit
+                if hit and cache.length == start and rng.random() < 0.3:
+                    cache.crop(start)
+            assert cache.length == start + T
+            assert got is None or torch.equal(got, expected)  # None: the call was committed, and its logits were lost
+            same(state(cache), state(twin))
+    assert hits >= 13  # of about 40; 50 in all at the least
+
+
+# -------------------------------------------------------------------------------------------------- random kills of a save
+
+
+def apart(function: str, *arguments) -> dict:
+    """Call a function of this file in a process of its own, which may fork: it has no threads. Returns what it returns."""
+    code = f"import json, sys, test_signals; print(json.dumps(test_signals.{function}(*json.loads(sys.argv[1]))))"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(arguments)], capture_output=True, text=True, env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def kill(number: int, moment: float, job) -> tuple[str, int]:
+    """Fork a child that does `job` and send it a signal `moment` seconds after it began (below 0: about when it begins), or when it is done.
+
+    Returns what it got to, of "s" (began), "d" (done) and "i" (KeyboardInterrupt), and its exit code, negative for a signal.
+    """
+    reader, writer = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(reader)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            time.sleep(0.002)
+            os.write(writer, b"s")
+            code = job()
+            os.write(writer, b"d")
+            time.sleep(60)  # for the signal that comes after
+        except KeyboardInterrupt:
+            os.write(writer, b"i")
+        finally:
+            os._exit(code)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    os.close(writer)
+    got = os.read(reader, 1) if moment >= 0 else b""
+    select.select([reader], [], [], moment) if moment >= 0 else time.sleep(-moment)
+    os.kill(pid, number)
+    while part := os.read(reader, 9):
+        got += part
+    os.close(reader)
+    return got.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_saves(folder: str, times: int, seed: int) -> list[dict]:
+    """Kill `times` saves over an existing file at random moments, SIGINT and SIGKILL in turn."""
+    torch.set_num_threads(1)
+    driver, target, rng = Driver(n=900, D=64), Path(folder) / "c", random.Random(seed)
+    caches = [TailorCache(driver.config, (0,), options()) for _ in range(2)]
+    extras, contents = [{"ids": torch.arange(500_000) + i} for i in range(2)], []
+    for cache, extra, n in zip(caches, extras, (700, 900)):
+        driver.call(cache, n)
+        cache.save(target, extra)
+        contents.append(target.read_bytes())
+    held, took, outcomes = 1, 0.0, []
+    for _ in range(3):
+
+        def timed():
+            began = time.perf_counter()
+            caches[1].save(target, extras[1])
+            (Path(folder) / "took").write_text(str(time.perf_counter() - began))
+            return 0
+
+        assert kill(signal.SIGKILL, 1.0, timed)[0] == "sd"
+        took = max(took, float((Path(folder) / "took").read_text()))
+    for i in range(times):
+        number = (signal.SIGINT, signal.SIGKILL)[i % 2]
+        moment = rng.uniform(-0.2, 1.3) * took
+        new = 1 - held
+        got, _ = kill(number, max(moment, -0.003), lambda: caches[new].save(target, extras[new]) or 0)
+        content = target.read_bytes()
+        loaded, extra, _ = load_cache(target, driver.config)
+        outcome = {"signal": number.name, "got": got, "content": "old" if content == contents[held] else "new" if content == contents[new] else "torn"}
+        outcome |= {"loads": loaded.length == (700, 900)[int(extra["ids"][0])], "temporaries": len(list(Path(folder).glob(".*")))}
+        loaded.close()
+        if outcome["content"] == "new":
+            held = new
+        if outcome["temporaries"]:
+            caches[held].save(target, extras[held])
+            outcome["left"] = len(list(Path(folder).glob(".*")))
+        outcomes.append(outcome)
+    return outcomes
+
+
+def test_random_kills_of_a_save(tmp_path):
+    """A document's prefill is hours of work: under its name stands the old file or the new one, whole, whatever ended the save."""
+    outcomes = apart("kill_saves", str(tmp_path), 100, 0)
+    stages = {stage: [outcome for outcome in outcomes if outcome["got"] in gots] for stage, gots in {"before": ("", "i"), "during": ("s", "si"), "after": ("sd", "sdi")}.items()}
+    assert sum(map(len, stages.values())) == len(outcomes) == 100
+    assert all(outcome["content"] != "torn" and outcome["loads"] for outcome in outcomes)
+    assert {outcome["content"] for outcome in stages["before"]} == {"old"} and {outcome["content"] for outcome in stages["after"]} == {"new"}
+    assert len(stages["before"]) >= 3 and len(stages["during"]) >= 20 and len(stages["after"]) >= 3
+    # A Ctrl-C takes its temporary along, but for a few microseconds around its creation; what a kill leaves, the next save removes.
+    assert all(outcome.get("left", 0) == 0 for outcome in outcomes)
+    left = {name: [outcome for outcome in outcomes if outcome["temporaries"] and outcome["signal"] == name] for name in ("SIGINT", "SIGKILL")}
+    assert len(left["SIGINT"]) <= 1 and len(left["SIGKILL"]) >= 5
+
+
+# ----------------------------------------------------------------------------------------------------------- the program
+
+
+@pytest.fixture(scope="module")
+def endless(tiny_chat, tmp_path_factory):
+    """A checkpoint whose greedy answers never stop: the logits of its special tokens are 0, which is never the largest."""
+    folder = tmp_path_factory.mktemp("endless") / "tiny"
+    folder.mkdir()
+    for file in tiny_chat.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][:3] = 0
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+PROMPT = "Of Man's first disobedience, and the fruit of that forbidden tree whose mortal taste brought death into the world"
+SPARSE = ["--cache", "tailor:preset=longbench,topk=8", "--device", "cpu"]  # beyond 72 tokens
+
+
+def flags(checkpoint, *more) -> list[str]:
+    return ["--ckpt", str(checkpoint), "--prompt", PROMPT, *SPARSE, *map(str, more)]
+
+
+def interrupt_programs(folder: str, argv: list[str], times: int, seed: int) -> list[dict]:
+    """Run generate.py's main in forks, plainly and with --json in turn, and send SIGINT at random moments; the first two go undisturbed."""
+    torch.set_num_threads(1)
+    rng, out, err, took, results = random.Random(seed), Path(folder) / "out", Path(folder) / "err", 0.0, []
+
+    def job():
+        for path, stream in ((out, sys.stdout), (err, sys.stderr)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
+        code, began = 1, time.perf_counter()
+        try:
+            code = program.main(argv + ["--json"] * (i % 2))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            (Path(folder) / "done").write_text(f"{code} {time.perf_counter() - began}")
+            os._exit(0)
+
+    for i in range(-2, times):
+        (Path(folder) / "done").write_text("1 0")
+        kill(signal.SIGINT, rng.uniform(0, 1.1) * took if i >= 0 else 100.0, job)
+        code, seconds = (Path(folder) / "done").read_text().split()
+        took = max(took, float(seconds)) if i < 0 else took
+        results.append({"json": i % 2 == 1, "code": int(code), "out": out.read_text("utf-8"), "err": err.read_text("utf-8")})
+    return results
+
+
+def test_random_moments_of_the_program(endless, tmp_path):
+    """Ctrl-C while loading, prefilling, decoding, reporting: never a traceback, and the text so far is that of the whole answer."""
+    results = apart("interrupt_programs", str(tmp_path), flags(endless, "--max-new-tokens", 120), 40, 0)
+    (whole, _), *results = results[0]["out"].rsplit("\n", 1), *results[1:]
+    whole_json, *results = results
+    assert whole_json["code"] == 0
+    whole_json, answered = json.loads(whole_json["out"]), 0
+    assert whole_json["stop_reason"] == "length" and whole == whole_json["text"]
+    for result in results:
+        assert result["code"] in (0, 130) and "Traceback" not in result["err"], result
+        if result["json"] and result["out"]:
+            got = json.loads(result["out"])
+            assert got["stop_reason"] == ("length" if got["new_tokens"] == 120 else "interrupt") and set(got) == set(whole_json), result
+            assert whole.startswith(got["text"].rstrip("\ufffd")), result
+            answered += got["new_tokens"] < 120
+        elif not result["json"]:
+            assert whole.startswith(result["out"].removesuffix("\n")), result
+            assert result["code"] == 0 or "; interrupt" in result["err"] or "KV" not in result["err"] or "120 new tokens" in result["err"], result
+            answered += "; interrupt" in result["err"]
+    assert answered >= 5 and sum(result["out"] == "" for result in results) >= 3
+
+
+def start(*arguments) -> subprocess.Popen:
+    """generate.py as a shell would start it in the foreground: with SIGINT not ignored, whatever runs the tests."""
+    command = [sys.executable, str(ROOT / "generate.py"), *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+    return subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_real_processes_end_with_130(endless):
+    """What the shell sees: exit code 130, the text so far, the summary; with --json one object; while loading, nothing at all."""
+    answer = flags(endless, "--max-new-tokens", 50_000, "--ctx", "100k")
+    plain, as_json, loading = start(*answer), start(*answer, "--json"), start(*answer)
+    try:
+        assert "--ctx" in loading.stderr.readline()  # a warning, and then the tokenizer and the weights are read
+        loading.send_signal(signal.SIGINT)
+        first = plain.stdout.read(20)
+        plain.send_signal(signal.SIGINT)
+        as_json.stderr.readline()
+        time.sleep(1)
+        as_json.send_signal(signal.SIGINT)
+        outputs = [child.communicate(timeout=60) for child in (plain, as_json, loading)]
+    finally:
+        for child in (plain, as_json, loading):
+            child.kill()
+    assert [child.returncode for child in (plain, as_json, loading)] == [130, 130, 130]
+    (out, err), (json_out, json_err), quiet = outputs
+    assert out.endswith("\n") and "; interrupt\n" in err and "first token after" in err and "Traceback" not in err + json_err
+    got = json.loads(json_out)
+    assert got["stop_reason"] == "interrupt" and got["text"].startswith(first) and quiet == ("", "")
