@@ -355,12 +355,18 @@ class FullCache(KVCache):
 
 # ------------------------------------------------------------------------------------------------------ TailorKV's cache
 
+PAPER = {
+    "k_levels": "minmax", "v_levels": "minmax", "correct": False, "centre": 0,
+    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False,
+}  # fmt: skip
 PRESETS = {
+    # The best found with 192 tokens attended; evals/ingredients.py prints what each part brings.
+    "best": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 24},
     # The paper's settings (appendix tables 5, 6 and 9); -2: two bits, as the authors' RULER and InfiniteBench scripts use.
-    "longbench": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 8},
-    "longbench-2": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 8},
-    "ruler": {"bits": 1, "sink": 64, "recent": 64, "topk": 896, "channels": 12},
-    "ruler-2": {"bits": 2, "sink": 64, "recent": 64, "topk": 896, "channels": 12},
+    "longbench": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 8, **PAPER},
+    "longbench-2": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 8, **PAPER},
+    "ruler": {"bits": 1, "sink": 64, "recent": 64, "topk": 896, "channels": 12, **PAPER},
+    "ruler-2": {"bits": 2, "sink": 64, "recent": 64, "topk": 896, "channels": 12, **PAPER},
 }
 
 
@@ -380,8 +386,14 @@ class TailorConfig:
     recent: int = 64  # newest tokens of sparse layers, always attended, up to 63 more
     topk: int = 896  # tokens fetched for each KV head and step
     channels: int = 12  # critical channels for each KV head
-    aggregation: str = "authors"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
-    norm: str = "previous"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
+    k_levels: str = "lloyd"  # of quantised keys: "minmax" as in the paper, or "lloyd"
+    v_levels: str = "minmax"  # of quantised values
+    correct: bool = True  # add the mean error of the coded values back
+    centre: int = 1024  # first tokens whose mean value is subtracted before coding; 0: none
+    row_bits: int = 4  # of the critical channels' rows: 2, 4, 8 or 16
+    tail: bool = True  # give unfetched attention mass to the mean value
+    aggregation: str = "mean"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
+    norm: str = "own"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
     static: bool = False  # channels chosen offline, from the plan, instead of at each step
     dense_below: int = -1  # up to this many tokens everything stays in 16 bits and is attended; -1: sink + recent + topk
 
@@ -396,15 +408,16 @@ class TailorConfig:
     def __post_init__(self):
         for name, lowest, highest in (
             ("bits", 1, 8), ("group", 8, 1024), ("residual", 0, 2**20), ("sink", 0, 2**20), ("recent", 0, 2**20),
-            ("topk", 0, 2**20), ("channels", 1, 1024), ("dense_below", -1, 2**31),
+            ("topk", 0, 2**20), ("channels", 1, 1024), ("centre", 0, 2**20), ("dense_below", -1, 2**31),
         ):  # fmt: skip
             if not lowest <= getattr(self, name) <= highest:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be between {lowest} and {highest}")
         if self.bits not in BITS or self.group % 8:
             raise ValueError(f"bits is {self.bits} and group {self.group}; bits are {', '.join(map(str, BITS))}, and a group a multiple of 8")
-        for name, choices in (("aggregation", ("authors", "mean")), ("norm", ("previous", "own"))):
+        levels = ("minmax", "lloyd")
+        for name, choices in (("aggregation", ("authors", "mean")), ("norm", ("previous", "own")), ("k_levels", levels), ("v_levels", levels), ("row_bits", (2, 4, 8, 16))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it is {' or '.join(choices)}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it is {' or '.join(map(str, choices))}")
 
     @property
     def dense(self) -> int:
@@ -450,14 +463,14 @@ class TailorCache(KVCache):
     def _start_over(self) -> None:
         """Layers as new: empty, without buffers or threads."""
         o, device = self.options, self.pos.device
-        self.pinner, self.prefetcher = Pinner(device), Prefetcher(device)
+        self.pinner, self.prefetcher = Pinner(device), Prefetcher(device, o.row_bits)
         self.layers: list[QuantLayer | SparseLayer] = []
         for layer in range(self.num_layers):
             if layer in self.quantised:
-                self.layers.append(QuantLayer(o.bits, o.group, o.residual))
+                self.layers.append(QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre))
             else:
                 turn = self._sparse.index(layer)
-                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", self.pinner, self.prefetcher, turn)
+                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, self.pinner, self.prefetcher, turn)
                 if self._static is not None:
                     entry.static = self._static[layer][:, : o.channels].sort(-1).values.to(device)
                 self.layers.append(entry)
@@ -526,7 +539,7 @@ class TailorCache(KVCache):
             edge = self.layers[self._sparse[0]].edge(room)
             if edge > self.options.sink:
                 channels = min(self.options.channels, self._like[0].shape[3])
-                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - self.options.sink, self.options.topk)
+                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - self.options.sink // BLOCK * BLOCK, self.options.topk)
 
     def _age(self, tokens: int) -> None:
         """Move the blocks that a decode step to `tokens` tokens pushes out of tails and windows."""
@@ -672,9 +685,7 @@ class TailorCache(KVCache):
             return
         self.prefetcher.close()  # a job may be at work, or a buffer half made, that nobody knows of
         for layer in self.layers:
-            layer.ring.roll_back(self.length)
-            if isinstance(layer, SparseLayer):
-                layer.refresh_maxima(self.length)
+            layer.roll_back(self.length)
 
     def _drop_layers(self) -> None:
         self._release()
@@ -751,16 +762,7 @@ class TailorCache(KVCache):
             return tensors | {f"dense.{name}": tensor for name, tensor in self.dense._tensors().items()}
         self._quiet()
         for number, layer in enumerate(self.layers):
-            edge = layer.edge(self.length)
-            named = dict(zip(("tail.k", "tail.v"), layer.ring.read(edge, self.length)))
-            if isinstance(layer, QuantLayer):
-                for kind, held in (("codes", layer.codes), ("ranges", layer.ranges)):
-                    named |= {f"{kind}.{name}": x[:, :, : edge // layer.group] for name, x in zip("kv", held)}
-            else:
-                named |= {f"sink.{name}": x[:, :, : self.length] for name, x in zip("kv", layer.sink)}
-                for i, (slab, first, last) in enumerate(layer.store.parts(0, edge)):
-                    named |= {f"host.k.{i}": slab.k[:, :, first:last], f"host.v.{i}": slab.v[:, :, first:last]}
-            tensors |= {f"{number}.{name}": tensor for name, tensor in named.items()}
+            tensors |= {f"{number}.{name}": tensor for name, tensor in layer.tensors(self.length).items()}
         return tensors
 
     def _restore(self, tensors: dict[str, Tensor], length: int) -> None:
@@ -771,25 +773,10 @@ class TailorCache(KVCache):
             self.dense._restore(held, length)
             self.dense.length = length
             return
-        tensors = {name: tensor if ".host." in name else tensor.to(self.pos.device) for name, tensor in tensors.items()}
-        self._like = tuple(tensors[f"0.tail.{name}"][:, :, :0].clone() for name in "kv")
+        self._like = tuple(tensors[f"0.tail.{name}"][:, :, :0].to(self.pos.device) for name in "kv")
         self._reserve(length)
         for number, layer in enumerate(self.layers):
-            edge = layer.edge(length)
-            layer.ring.write(edge, tensors[f"{number}.tail.k"], tensors[f"{number}.tail.v"])
-            layer.ring.start = edge
-            if isinstance(layer, QuantLayer):
-                for kind, held in (("codes", layer.codes), ("ranges", layer.ranges)):
-                    for name, x in zip("kv", held):
-                        x[:, :, : edge // layer.group] = tensors[f"{number}.{kind}.{name}"]
-            else:
-                layer.put_sink(0, tensors[f"{number}.sink.k"], tensors[f"{number}.sink.v"])
-                at = i = 0
-                while at < edge:  # transposed rows and maxima are computed anew
-                    k, v = tensors[f"{number}.host.k.{i}"], tensors[f"{number}.host.v.{i}"]
-                    layer.store.write(at, k, v)
-                    at, i = at + k.shape[2], i + 1
-                layer.refresh_maxima(length)
+            layer.restore({name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{number}.")}, length)
         self.dense, self.length = None, length
 
     def nbytes(self) -> dict[str, dict[str, int]]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory for sparsity-friendly layers: where K and V live, how they get there, and how rows come back ahead of need.
 
-* `HostStore`: one layer's K, V and transposed K in slabs of host memory, pinned where there is CUDA, so that the GPU's copy
+* `HostStore`: one layer's K, V and channel rows (K transposed, in 16 bits or fewer) in slabs of host memory, pinned where there is CUDA, so that the GPU's copy
   engines can reach them. A slab is as large as the call that needs it, later ones a twenty-fifth of what is stored: at most
   4 % stands empty, and growth copies nothing.
 * `Prefetcher`: one background thread that gathers rows on the CPU into pinned staging buffers and copies them to the GPU on
@@ -20,7 +20,37 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from quant import dequantise, pack, quantise, unpack
+
 BLOCK = 64  # tokens move to the host in blocks of this many
+
+
+# ---------------------------------------------------------------------------------------------------- channel rows
+
+
+def row_planes(bits: int, dtype: torch.dtype) -> list[tuple[torch.dtype, int]]:
+    """How a row of the transposed keys is stored: planes of `(dtype, elements a block of 64 tokens)`.
+
+    At 16 bits the row itself. Below, min-max codes and their ranges (scale and zero of each block), which are a fraction of
+    the bytes and score as well: keys are smooth along a channel.
+    """
+    return [(dtype, BLOCK)] if bits == 16 else [(torch.uint8, BLOCK * bits // 8), (torch.float16, 2)]
+
+
+def encode_rows(rows: Tensor, bits: int) -> list[Tensor]:
+    """Planes `[..., n * elements]` of `rows [..., n * 64]`."""
+    if bits == 16:
+        return [rows]
+    codes, scale, zero = quantise(rows, bits, BLOCK)
+    return [pack(codes, bits), torch.stack((scale, zero), -1).flatten(-2)]
+
+
+def decode_rows(planes: list[Tensor], bits: int) -> Tensor:
+    """float32 rows `[..., n * 64]` from planes `[..., n * elements]`."""
+    if bits == 16:
+        return planes[0].float()
+    scale, zero = planes[1].unflatten(-1, (-1, 2)).unbind(-1)
+    return dequantise(unpack(planes[0], bits, planes[0].shape[-1] * 8 // bits), scale, zero, BLOCK)
 
 
 # --------------------------------------------------------------------------------------------------------- pinning
@@ -85,16 +115,19 @@ class Pinner:
 
 
 class Slab:
-    """Positions start .. start + size - 1 of one layer: K, V, K transposed, and the largest |K| of each block and channel."""
+    """Positions start .. start + size - 1 of one layer: K, V, channel rows, and, a block, the largest |K| and the sum of V."""
 
-    def __init__(self, pinner: Pinner, start: int, size: int, like_k: Tensor, like_v: Tensor):
+    def __init__(self, pinner: Pinner, start: int, size: int, like_k: Tensor, like_v: Tensor, row_bits: int):
         head, D, Dv, dtype = like_k.shape[:2], like_k.shape[3], like_v.shape[3], like_k.dtype
         self.start, self.size = start, size
         self.k, ready_k = pinner.take(*head, size, D, dtype=dtype)
         self.v, ready_v = pinner.take(*head, size, Dv, dtype=dtype)
-        self.kt, ready_kt = pinner.take(*head, D, size, dtype=dtype)
         self.kmax, ready_kmax = pinner.take(*head, size // BLOCK, D, dtype=dtype)
-        self._pinning = [ready for ready in (ready_k, ready_v, ready_kt, ready_kmax) if ready is not None]
+        self.vsum, ready_vsum = pinner.take(*head, size // BLOCK, Dv, dtype=torch.float32)
+        planes = [pinner.take(*head, D, size // BLOCK * each, dtype=kind) for kind, each in row_planes(row_bits, dtype)]
+        self.rows = [plane for plane, _ in planes]
+        ready = [ready_k, ready_v, ready_kmax, ready_vsum, *(ready for _, ready in planes)]
+        self._pinning = [one for one in ready if one is not None]
 
     def wait(self) -> None:
         """Until the memory is pinned, or known to stay pageable."""
@@ -103,18 +136,20 @@ class Slab:
         self._pinning = []
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"k": self.k, "v": self.v, "k transposed": self.kt, "k maxima": self.kmax}
+        rows = dict(zip(("channel rows", "channel ranges"), self.rows))
+        return {"k": self.k, "v": self.v, **rows, "k maxima": self.kmax, "v sums": self.vsum}
 
 
 class HostStore:
     """One layer's K and V in host memory, positions 0 .. length - 1, always whole blocks.
 
-    Host bytes, with S the sum of the slabs' sizes: K and its transpose `2 * B * KV * S * D * itemsize`, V `B * KV * S * Dv *
-    itemsize`, maxima `B * KV * S / 64 * D * itemsize`.
+    Host bytes, with S the sum of the slabs' sizes: K `B * KV * S * D * itemsize`, V `B * KV * S * Dv * itemsize`; channel rows
+    as K at 16 bits, else codes `B * KV * S * D * row_bits / 8` and ranges `B * KV * S / 64 * D * 4`; maxima `B * KV * S / 64 *
+    D * itemsize`, sums of V `B * KV * S / 64 * Dv * 4`.
     """
 
-    def __init__(self, pinner: Pinner):
-        self.pinner = pinner
+    def __init__(self, pinner: Pinner, row_bits: int = 16):
+        self.pinner, self.row_bits = pinner, row_bits
         self.slabs: list[Slab] = []
 
     @property
@@ -127,7 +162,7 @@ class HostStore:
             size = length - start
             if not exact:
                 size = max(size, 4 * BLOCK, start // 25 // BLOCK * BLOCK)
-            self.slabs.append(Slab(self.pinner, start, size, like_k, like_v))
+            self.slabs.append(Slab(self.pinner, start, size, like_k, like_v, self.row_bits))
 
     def parts(self, start: int, stop: int):
         """The slabs that hold positions start .. stop - 1: `(slab, first, last)` with rows counted inside the slab."""
@@ -147,16 +182,18 @@ class HostStore:
             blocks = slice(first // BLOCK, last // BLOCK)
             for b in range(k.shape[0]):
                 for h in range(k.shape[1]):
-                    part = k[b, h, rows]
-                    slab.k[b, h, first:last].copy_(part, non_blocking=True)
-                    slab.v[b, h, first:last].copy_(v[b, h, rows], non_blocking=True)
-                    slab.kmax[b, h, blocks].copy_(block_maxima(part), non_blocking=True)
-                    turned = part.t().contiguous()
-                    if last - first == slab.size:
-                        slab.kt[b, h].copy_(turned, non_blocking=True)
-                    else:  # a row's part at a time: one strided copy would go through a temporary and wait
-                        for channel in range(turned.shape[0]):
-                            slab.kt[b, h, channel, first:last].copy_(turned[channel], non_blocking=True)
+                    keys, values = k[b, h, rows], v[b, h, rows]
+                    slab.k[b, h, first:last].copy_(keys, non_blocking=True)
+                    slab.v[b, h, first:last].copy_(values, non_blocking=True)
+                    slab.kmax[b, h, blocks].copy_(largest(keys.unflatten(0, (-1, BLOCK))), non_blocking=True)
+                    slab.vsum[b, h, blocks].copy_(block_sums(values), non_blocking=True)
+                    for target, plane in zip(slab.rows, encode_rows(keys.t().contiguous(), self.row_bits)):
+                        each = target.shape[3] * BLOCK // slab.size  # elements a block
+                        if last - first == slab.size:
+                            target[b, h].copy_(plane, non_blocking=True)
+                        else:  # a row's part at a time: one strided copy would go through a temporary and wait
+                            for channel in range(plane.shape[0]):
+                                target[b, h, channel, blocks.start * each : blocks.stop * each].copy_(plane[channel], non_blocking=True)
 
     def read(self, k: Tensor, v: Tensor, start: int, stop: int) -> None:
         """Copy positions start .. stop - 1 into the same positions of `k, v [B, KV, >= stop, D]`; on CUDA, in the current stream."""
@@ -168,14 +205,17 @@ class HostStore:
                     k[b, h, rows].copy_(slab.k[b, h, first:last], non_blocking=True)
                     v[b, h, rows].copy_(slab.v[b, h, first:last], non_blocking=True)
 
-    def gather_channels(self, index: Tensor, start: int, stop: int, out: Tensor) -> None:
-        """Rows of transposed K: `index [B, KV, C]` channels, positions start .. stop - 1, into `out [B, KV, C, >= stop - start]`."""
+    def gather_channels(self, index: Tensor, start: int, stop: int, out: list[Tensor]) -> None:
+        """Channel rows `index [B, KV, C]` of positions start .. stop - 1, whole blocks, into planes `out`, each `[B, KV, C, n]`."""
         B, KV, C = index.shape
         for slab, first, last in self.parts(start, stop):
             at = slab.start + first - start
-            for b in range(B):
-                for h in range(KV):
-                    torch.index_select(slab.kt[b, h, :, first:last], 0, index[b, h], out=out[b, h, :, at : at + last - first])
+            for source, target in zip(slab.rows, out):
+                each = source.shape[3] * BLOCK // slab.size  # elements a block
+                a, b, t = (x // BLOCK * each for x in (first, last, at))
+                for i in range(B):
+                    for h in range(KV):
+                        torch.index_select(source[i, h, :, a:b], 0, index[i, h], out=target[i, h, :, t : t + b - a])
 
     def gather_tokens(self, index: Tensor, k: Tensor, v: Tensor) -> None:
         """Rows of K and V at ascending positions `index [B, KV, K]`, into `k, v [B, KV, K, D]`."""
@@ -201,6 +241,15 @@ class HostStore:
                 found.append(slab.kmax[:, :, whole : last // BLOCK].amax(2))
         return torch.stack(found).amax(0) if found else None
 
+    def value_sum(self, start: int, stop: int) -> Tensor | None:
+        """The sum of V over positions start .. stop - 1, float64 `[B, KV, Dv]` on the host; stop a multiple of 64, None if empty."""
+        found = []
+        for slab, first, last in self.parts(start, stop):
+            whole = -(-first // BLOCK)
+            found.append(slab.v[:, :, first : whole * BLOCK].sum(2, dtype=torch.float64))
+            found.append(slab.vsum[:, :, whole : last // BLOCK].sum(2, dtype=torch.float64))
+        return torch.stack(found).sum(0) if found else None
+
     def close(self) -> None:
         for slab in self.slabs:
             slab.wait()
@@ -217,9 +266,9 @@ class HostStore:
         return parts
 
 
-def block_maxima(k: Tensor) -> Tensor:
-    """The largest |K| of each block of 64 tokens and channel: `[..., n * 64, D]` to `[..., n, D]`."""
-    return largest(k.unflatten(-2, (-1, BLOCK)))
+def block_sums(v: Tensor) -> Tensor:
+    """The sum of each block of 64 tokens, `[..., n * 64, Dv]` to float32 `[..., n, Dv]`; summed in float64, so that no layout shows in it."""
+    return v.unflatten(-2, (-1, BLOCK)).sum(-2, dtype=torch.float64).float()
 
 
 def largest(k: Tensor) -> Tensor:
@@ -258,17 +307,19 @@ class Prefetcher:
     Two buffers of channel rows take turns *by position among the sparse layers*, so that one is written while the other is
     read whatever layers lie between. Events go both ways: a reader waits for the copy, a copy for the last reader.
 
-    GPU bytes: two row buffers `2 * B * KV * C * capacity * itemsize`, fetched tokens `B * KV * K * (D + Dv) * itemsize`.
-    Host staging (CUDA only): the same again, tokens twice, and the index tables.
+    GPU bytes: two row buffers, `2 * B * KV * C * capacity * itemsize` at 16 bits, else `2 * B * KV * C * capacity * (row_bits / 8 +
+    4 / 64)`; fetched tokens `B * KV * K * (D + Dv) * itemsize`. Host staging (CUDA only): the same again, tokens twice, and
+    the index tables.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, row_bits: int = 16):
+        self.device, self.row_bits = device, row_bits
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
         self._thread: ThreadPoolExecutor | None = None
         self._jobs: dict[int, Future] = {}  # layer -> its rows under way
-        self.rows: list[Tensor] = []  # two of [B, KV, C, capacity]
+        self.rows: list[list[Tensor]] = []  # two of planes [B, KV, C, blocks * elements]
+        self.blocks = 0  # that they hold
         self.tokens: tuple[Tensor, Tensor] | None = None  # fetched K and V [B, KV, K, D]
         self._staging: dict[str, list[Tensor]] = {}
         self._turn = 0  # of the token staging
@@ -278,22 +329,22 @@ class Prefetcher:
         return torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext()
 
     def reserve(self, like_k: Tensor, like_v: Tensor, channels: int, positions: int, topk: int) -> bool:
-        """Make room for rows of `positions` tokens; True if a buffer moved."""
-        if self.rows and self.rows[0].shape[3] >= positions:
+        """Make room for rows of `positions` tokens, a multiple of 64; True if a buffer moved."""
+        if self.rows and self.blocks * BLOCK >= positions:
             return False
         self.wait_all()
         head, dtype = like_k.shape[:2], like_k.dtype
-        if self.rows:
-            positions = max(positions, self.rows[0].shape[3] * 9 // 8)
+        self.blocks = max(positions // BLOCK, self.blocks * 9 // 8)
+        shapes = [(kind, (*head, channels, self.blocks * each)) for kind, each in row_planes(self.row_bits, dtype)]
         self.rows = []  # the old ones are freed first
-        self.rows = [torch.empty(*head, channels, positions, dtype=dtype, device=self.device) for _ in range(2)]
+        self.rows = [[torch.empty(shape, dtype=kind, device=self.device) for kind, shape in shapes] for _ in range(2)]
         if self.tokens is None:
             self.tokens = tuple(torch.empty(*head, topk, x.shape[3], dtype=dtype, device=self.device) for x in (like_k, like_v))
             self._written, self._read, self._copied = ([Event(self.device) for _ in range(2)] for _ in range(3))
         if self.cuda:
             pinned = {"dtype": dtype, "pin_memory": True}
             self._staging = {
-                "rows": [torch.empty(rows.shape, **pinned) for rows in self.rows],
+                "rows": [[torch.empty(shape, dtype=kind, pin_memory=True) for kind, shape in shapes] for _ in range(2)],
                 "k": [torch.empty(self.tokens[0].shape, **pinned) for _ in range(2)],
                 "v": [torch.empty(self.tokens[1].shape, **pinned) for _ in range(2)],
                 "index": [torch.empty(*head, channels, dtype=torch.int64, pin_memory=True) for _ in range(2)],
@@ -307,7 +358,7 @@ class Prefetcher:
         return self._thread.submit(job, *arguments)
 
     def prefetch(self, layer: int, turn: int, store: HostStore, index: Tensor, start: int, stop: int) -> None:
-        """Begin to fetch channel rows `index [B, KV, C]`, positions start .. stop - 1, of `layer`; `turn`: its place among sparse layers."""
+        """Begin to fetch channel rows `index [B, KV, C]`, the whole blocks start .. stop - 1, of `layer`; `turn`: its place among sparse layers."""
         slot = turn % 2
         if self.cuda:
             self._staging["index"][slot].copy_(index, non_blocking=True)
@@ -319,30 +370,30 @@ class Prefetcher:
     def _fetch_rows(self, slot: int, store: HostStore, index: Tensor, chosen: Event, start: int, stop: int) -> None:
         chosen.synchronize()
         if not self.cuda:
-            store.gather_channels(index, start, stop, self._view(self.rows[slot], stop - start))
+            store.gather_channels(index, start, stop, self._front(self.rows[slot], stop - start))
             return
         self._written[slot].synchronize()  # the copy before this one has left the staging buffer
-        staged = self._view(self._staging["rows"][slot], stop - start)
+        staged = self._front(self._staging["rows"][slot], stop - start)
         store.gather_channels(index, start, stop, staged)
         with torch.cuda.stream(self.stream):
             self._read[slot].wait()
-            self._view(self.rows[slot], stop - start).copy_(staged, non_blocking=True)
+            for target, source in zip(self._front(self.rows[slot], stop - start), staged):
+                target.copy_(source, non_blocking=True)
             self._written[slot].record(self.stream)
 
-    @staticmethod
-    def _view(buffer: Tensor, positions: int) -> Tensor:
-        """The front of a row buffer as a contiguous `[B, KV, C, positions]`, so that one transfer moves it whole."""
-        shape = (*buffer.shape[:3], positions)
-        return buffer.flatten()[: shape[0] * shape[1] * shape[2] * positions].view(shape)
+    def _front(self, buffer: list[Tensor], positions: int) -> list[Tensor]:
+        """The front of a row buffer as contiguous planes for so many positions, so that one transfer moves each whole."""
+        shapes = [(*plane.shape[:3], plane.shape[3] // self.blocks * (positions // BLOCK)) for plane in buffer]
+        return [plane.flatten()[: math.prod(shape)].view(shape) for plane, shape in zip(buffer, shapes)]
 
     def take_rows(self, layer: int, turn: int, positions: int) -> Tensor | None:
-        """The prefetched rows `[B, KV, C, positions]`, once they are there; None if `layer` has none under way. Raises what the thread raised."""
+        """The prefetched rows, float32 `[B, KV, C, positions]`, once they are there; None if `layer` has none under way. Raises what the thread raised."""
         job = self._jobs.pop(layer, None)
         if job is None:
             return None
         job.result()
         self._written[turn % 2].wait()
-        return self._view(self.rows[turn % 2], positions)
+        return decode_rows(self._front(self.rows[turn % 2], positions), self.row_bits)
 
     def done_with_rows(self, turn: int) -> None:
         """The current stream has read the rows: their buffer may be written again."""
@@ -381,8 +432,10 @@ class Prefetcher:
         self._jobs.clear()
         if self.cuda:
             torch.cuda.synchronize(self.device)
-        self.rows, self.tokens, self._staging = [], None, {}
+        self.rows, self.blocks, self.tokens, self._staging = [], 0, None, {}
 
     def nbytes(self) -> dict[str, dict[str, int]]:
-        gpu = {"critical rows": sum(rows.nbytes for rows in self.rows), "fetched tokens": sum(x.nbytes for x in self.tokens or ())}
-        return {"gpu": gpu, "host": {"staging": sum(x.nbytes for kind in self._staging.values() for x in kind)}}
+        gpu = {"critical rows": sum(plane.nbytes for rows in self.rows for plane in rows), "fetched tokens": sum(x.nbytes for x in self.tokens or ())}
+        staging = [plane for rows in self._staging.get("rows", ()) for plane in rows]
+        staging += [x for name in ("k", "v", "index") for x in self._staging.get(name, ())]
+        return {"gpu": gpu, "host": {"staging": sum(x.nbytes for x in staging)}}

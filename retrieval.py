@@ -7,7 +7,10 @@ For a decode step at layer l,
     c. those rows of the transposed keys are prefetched from the host (`offload.Prefetcher`);
     d. at layer l, `approximate_scores` with the true query on those channels, `select_tokens` takes the K best candidates;
     e. the chosen tokens' full K and V are fetched;
-    f. attention is exact over sink + fetched + window.
+    f. attention is exact over sink + fetched + window;
+    g. not in the paper, and off in its presets: the *tail*. The approximate scores cover every candidate, so they also say how
+       much attention was not fetched. That mass goes to the candidates' mean value (the idea of SparQ Attention, 2312.04985)
+       instead of being taken for zero.
 
 The sink is the first `sink` tokens. The window is the newest `recent` tokens, its old end rounded down to a multiple of 64
 (`recent` to `recent + 63` tokens): behind that edge tokens live on the host, and all of them but the sink are candidates.
@@ -22,8 +25,8 @@ Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` hea
 import torch
 from torch import Tensor
 
-from attention import small_attention
-from offload import BLOCK, HostStore, Pinner, Prefetcher, largest
+from attention import merge_attention, small_attention
+from offload import BLOCK, HostStore, Pinner, Prefetcher, block_sums, largest
 from quant import Ring
 
 # ------------------------------------------------------------------------------------------------------- the choice
@@ -37,8 +40,8 @@ def critical_channels(q: Tensor, kmax: Tensor, channels: int, authors: bool = Fa
     return select_tokens(size * kmax.float(), min(channels, D))
 
 
-def approximate_scores(q: Tensor, index: Tensor, rows: Tensor, scale: float, authors: bool = False) -> Tensor:
-    """How much each candidate matters to a KV head, from the critical channels alone; larger is more, float32 `[B, KV, M]`.
+def approximate_scores(q: Tensor, index: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """Scores from the critical channels alone, float32 `[B, KV, G, M]`.
 
     Args:
         q: the true query `[B, H, 1, D]`; index: `[B, KV, C]`; rows: the keys' channels `[B, KV, C, M]`.
@@ -46,11 +49,13 @@ def approximate_scores(q: Tensor, index: Tensor, rows: Tensor, scale: float, aut
     """
     B, KV, C = index.shape
     q = q.reshape(B, KV, -1, q.shape[3]).float()
-    if authors:
-        q = q.mean(2, keepdim=True)
     q = q.gather(3, index.unsqueeze(2).expand(-1, -1, q.shape[2], -1))
-    scores = (q @ rows.float()) * scale  # [B, KV, G, M]
-    return scores.squeeze(2) if authors else scores.softmax(-1).mean(2)
+    return (q @ rows.float()) * scale
+
+
+def importance(scores: Tensor, authors: bool = False) -> Tensor:
+    """How much each candidate matters to a KV head: scores `[B, KV, G, M]` to `[B, KV, M]`, larger is more."""
+    return scores.mean(2) if authors else scores.softmax(-1).mean(2)
 
 
 def select_tokens(scores: Tensor, count: int) -> Tensor:
@@ -80,13 +85,13 @@ class SparseLayer:
 
     GPU bytes: `B * KV * (sink + ring) * (D + Dv) * itemsize` with ring = `recent` rounded up to 64, + 64 (an interrupted
     step can be undone), and maxima `B * KV * D * itemsize`. What is prefetched and fetched is shared by all layers and
-    counted by `Prefetcher`; host bytes by `HostStore`.
+    counted by `Prefetcher`; host bytes by `HostStore`. With the tail, the sum of V `B * KV * Dv * 8`.
     """
 
-    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, pinner: Pinner, prefetcher: Prefetcher, turn: int):
+    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, tail: bool, pinner: Pinner, prefetcher: Prefetcher, turn: int):
         """`turn`: this layer's place among the sparse layers, which decides its row buffer."""
-        self.sink_size, self.recent, self.channels, self.topk, self.authors, self.turn = sink, recent, channels, topk, authors, turn
-        self.store, self.prefetcher = HostStore(pinner), prefetcher
+        self.sink_size, self.recent, self.channels, self.topk, self.authors, self.tail, self.turn = sink, recent, channels, topk, authors, tail, turn
+        self.store, self.prefetcher = HostStore(pinner, prefetcher.row_bits), prefetcher
         self.ring: Ring | None = None
         self.static: Tensor | None = None  # [KV, C]: channels chosen offline, for the paper's ablation
         self.length = 0
@@ -106,6 +111,8 @@ class SparseLayer:
             self.ring = Ring(k, v, -(-self.recent // BLOCK) * BLOCK + BLOCK)
             self.sink = [x.new_zeros(*x.shape[:2], self.sink_size, x.shape[3]) for x in (k, v)]
             self.kmax = k.new_zeros(*k.shape[:2], k.shape[3])
+            # float64, so that the order in which blocks arrive does not show in the mean.
+            self.vsum = v.new_zeros(*v.shape[:2], v.shape[3], dtype=torch.float64) if self.tail else None
         self.store.reserve(self.edge(tokens), k, v, exact)
         return moved
 
@@ -116,10 +123,25 @@ class SparseLayer:
             for held, new in zip(self.sink, (k, v)):
                 held[:, :, start:stop] = new[:, :, : stop - start]
 
-    def refresh_maxima(self, length: int) -> None:
-        """Take the channels' largest |K| over the candidates from the host's record."""
-        found = self.store.channel_maxima(self.sink_size, self.edge(length))
-        self.kmax.zero_() if found is None else self.kmax.copy_(found)
+    def refresh(self, length: int) -> None:
+        """Take the largest |K| and the sum of V over the candidates from the host's record."""
+        found = [(self.kmax, self.store.channel_maxima(self.sink_size, self.edge(length)))]
+        if self.tail:
+            found.append((self.vsum, self.store.value_sum(self.sink_size, self.edge(length))))
+        for held, new in found:
+            held.zero_() if new is None else held.copy_(new)
+
+    def _count(self, k: Tensor, v: Tensor, start: int) -> None:
+        """Take `k, v [B, KV, T, D]`, positions from `start`, into the candidates' maxima and sum; the sink is none of them.
+
+        Its keys are outliers of their own: counted, they would decide the channels at every step.
+        """
+        skip = max(self.sink_size - start, 0)
+        if skip < k.shape[2]:
+            self.kmax.copy_(torch.maximum(self.kmax, largest(k[:, :, skip:])))
+            if self.tail:
+                cut = -(-skip // BLOCK) * BLOCK  # as the host's record has it: part of a block, then whole ones
+                self.vsum += v[:, :, skip:cut].sum(2, dtype=torch.float64) + block_sums(v[:, :, cut:]).sum(2, dtype=torch.float64)
 
     # -- prefill
 
@@ -133,9 +155,7 @@ class SparseLayer:
         first, last = self.edge(old), self.edge(new)
         if last > first:
             self.store.write(first, k[:, :, first:last], v[:, :, first:last])
-            begin = max(first, self.sink_size)
-            if begin < last:  # the sink's keys are outliers of their own and no candidates: they stay out of the maxima
-                self.kmax.copy_(torch.maximum(self.kmax, largest(k[:, :, begin:last])))
+            self._count(k[:, :, first:last], v[:, :, first:last], first)
         self.ring.write(old, k[:, :, old:], v[:, :, old:])
 
     def history(self, k: Tensor, v: Tensor, length: int) -> None:
@@ -152,8 +172,7 @@ class SparseLayer:
         if last == first:
             return None
         k, v = self.ring.read(first, last)
-        if last > self.sink_size:
-            self.kmax.copy_(torch.maximum(self.kmax, largest(k[:, :, max(self.sink_size - first, 0) :])))
+        self._count(k, v, first)
         return k, v
 
     def foresee(self, layer: int, q: Tensor, length: int) -> None:
@@ -162,7 +181,7 @@ class SparseLayer:
         if stop - start <= self.topk or self.topk == 0:
             return  # every candidate is fetched, or none: nothing to choose
         self._index = self.channels_for(q)
-        self.prefetcher.prefetch(layer, self.turn, self.store, self._index, start, stop)
+        self.prefetcher.prefetch(layer, self.turn, self.store, self._index, start // BLOCK * BLOCK, stop)
 
     def channels_for(self, q: Tensor) -> Tensor:
         if self.static is not None:
@@ -175,26 +194,37 @@ class SparseLayer:
         self.ring.write(length - 1, k, v)
         start, stop = self.sink_size, self.edge(length)
         parts = [[x[:, :, : min(start, length)] for x in self.sink]]
-        self.chosen = None
+        self.chosen = left_out = None
         if stop > start and self.topk:
-            self.chosen = self._choose(layer, q, scale, start, stop)
+            self.chosen, left_out = self._choose(layer, q, scale, start, stop)
             parts.append(self.prefetcher.fetch_tokens(self.store, self.chosen))
         parts.append(self.ring.read(max(start, stop), length) if length > start else [x[:, :, :0] for x in (k, v)])
         keys, values = (torch.cat(x, 2) for x in zip(*parts))
-        return small_attention(q, keys, values, scale)[0].to(q.dtype)
+        o, lse = small_attention(q, keys, values, scale)
+        if left_out is not None:
+            mean = (self.vsum / (stop - start)).float()  # [B, KV, Dv], for every head of its group
+            mean = mean.unsqueeze(2).expand(-1, -1, q.shape[1] // mean.shape[1], -1).reshape(*o.shape)
+            o, _ = merge_attention(o, lse, mean, left_out)
+        return o.to(q.dtype)
 
-    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int) -> Tensor:
-        """Positions `[B, KV, min(K, M)]` of the best candidates among start .. stop - 1."""
+    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Positions `[B, KV, min(K, M)]` of the best candidates among start .. stop - 1, and, with the tail, the log-sum-exp
+        `[B, H, 1]` of the other candidates' approximate scores."""
         if stop - start <= self.topk:
             B, KV = self.kmax.shape[:2]
-            return torch.arange(start, stop, device=q.device).expand(B, KV, -1).contiguous()
-        rows = self.prefetcher.take_rows(layer, self.turn, stop - start)
+            return torch.arange(start, stop, device=q.device).expand(B, KV, -1).contiguous(), None
+        begin = start // BLOCK * BLOCK  # rows come in whole blocks
+        rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
         if rows is None:  # layer 0 has no layer before it: its channels are chosen, exactly, on the spot
             self.foresee(layer, q, stop + self.recent)
-            rows = self.prefetcher.take_rows(layer, self.turn, stop - start)
-        scores = approximate_scores(q, self._index, rows, scale, self.authors)
+            rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
+        scores = approximate_scores(q, self._index, rows[..., start - begin :], scale)
         self.prefetcher.done_with_rows(self.turn)
-        return select_tokens(scores, self.topk) + start
+        chosen = select_tokens(importance(scores, self.authors), self.topk)
+        if not self.tail:
+            return chosen + start, None
+        others = scores.scatter(-1, chosen.unsqueeze(2).expand(-1, -1, scores.shape[2], -1), float("-inf"))
+        return chosen + start, others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1)
 
     # -- between calls
 
@@ -208,7 +238,34 @@ class SparseLayer:
             start = self.ring.start
             self.ring.write(edge, k[:, :, edge:], v[:, :, edge:])
             self.ring.start = min(start, edge)
-        self.refresh_maxima(new)
+        self.refresh(new)
+
+    def roll_back(self, length: int) -> None:
+        """Be again as before the call that began at `length` tokens and did not end."""
+        self.ring.roll_back(length)
+        self.refresh(length)
+
+    def tensors(self, length: int) -> dict[str, Tensor]:
+        """The content at `length` tokens, for `restore`; channel rows, maxima and sums are not in it."""
+        edge = self.edge(length)
+        found = dict(zip(("tail.k", "tail.v"), self.ring.read(edge, length)))
+        found |= {f"sink.{name}": x[:, :, :length] for name, x in zip("kv", self.sink)}
+        for i, (slab, first, last) in enumerate(self.store.parts(0, edge)):
+            found |= {f"host.k.{i}": slab.k[:, :, first:last], f"host.v.{i}": slab.v[:, :, first:last]}
+        return found
+
+    def restore(self, tensors: dict[str, Tensor], length: int) -> None:
+        """Fill the empty layer, with room reserved, by what `tensors(length)` gave."""
+        edge, device = self.edge(length), self.kmax.device
+        self.ring.write(edge, tensors["tail.k"].to(device), tensors["tail.v"].to(device))
+        self.ring.start = edge
+        self.put_sink(0, tensors["sink.k"].to(device), tensors["sink.v"].to(device))
+        at = i = 0
+        while at < edge:
+            k, v = tensors[f"host.k.{i}"], tensors[f"host.v.{i}"]
+            self.store.write(at, k, v)
+            at, i = at + k.shape[2], i + 1
+        self.refresh(length)
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         """GPU and host bytes by part."""
@@ -218,5 +275,6 @@ class SparseLayer:
                 "sink": sum(x.nbytes for x in self.sink),
                 "window": self.ring.k.nbytes + self.ring.v.nbytes,
                 "channel maxima": self.kmax.nbytes,
+                "value sums": self.vsum.nbytes if self.tail else 0,
             }
         return {"gpu": gpu, "host": self.store.nbytes()}

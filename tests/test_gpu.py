@@ -94,7 +94,7 @@ def test_host_memory_is_pinned_and_released():
     driver.call(cache, 400)
     slab = cache.layers[1].store.slabs[0]
     slab.wait()
-    assert slab.k.is_pinned() and slab.kt.is_pinned()
+    assert slab.k.is_pinned() and slab.rows[0].is_pinned()
     cache.close()
     assert not slab.k.is_pinned() and not cache.pinner._registered
 
