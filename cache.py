@@ -873,9 +873,11 @@ def load_cache(path: str | Path, config, device: str | torch.device = "cpu", cap
 
 
 def describe_caches() -> str:
-    """What `--cache list` prints: a line a cache, then its fields with their defaults."""
+    """What `--cache list` prints: a line a cache, then its fields with their defaults, and TailorKV's presets."""
     lines = []
     for name, cls in CACHES.items():
         lines.append(f"{name:10} {(cls.__doc__ or '').splitlines()[0]}")
-        lines += [f"    {entry.name}={entry.default}" for entry in dataclasses.fields(cls.Options)]
+        lines += [f"    {field}={value}" for field, value in dataclasses.asdict(cls.Options.build()).items()]
+    for name, values in PRESETS.items():
+        lines.append(f"    preset={name}: " + ", ".join(f"{field}={value}" for field, value in values.items()))
     return "\n".join(lines)

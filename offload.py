@@ -66,7 +66,7 @@ class Pinner:
     on locked memory, some virtual machines) the memory stays pageable and works, slower, after one warning.
     """
 
-    def __init__(self, device: torch.device, threads: int = 4):
+    def __init__(self, device: torch.device, threads: int = 8):
         self.active = device.type == "cuda"
         self._pool = ThreadPoolExecutor(threads, "tailorkv-pin") if self.active else None
         self._registered: dict[int, Tensor] = {}  # address -> the tensor, kept alive while CUDA knows its pages
