@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import embedded
 from cache import CACHES, TailorCache, describe_caches, make_cache, parse_spec
 from calibrate import Plan, known_plan, plan_for
-from generate import _Parser, check_memory, parse_tokens, pick_device, resolve
+from generate import _Parser, check_memory, parse_tokens, pick_device, pick_dtype, resolve
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
 
 _LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
@@ -406,7 +406,7 @@ def run(args) -> int:
     folder = find_weights(checkpoint)[0] if checkpoint else None
     raw = read_config(folder) if folder else SHAPES[args.shape]
     config = ModelConfig.from_dict(raw)
-    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else DTYPES.get(str(config.dtype).removeprefix("torch."), torch.float32))
+    dtype = pick_dtype(args.dtype, device, config)
     shortest = min(args.lengths)
     check_memory(config, specs[0], shortest + args.steps, shortest, dtype, device)
     if max(args.lengths) + args.steps > config.max_position_embeddings:

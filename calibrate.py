@@ -530,7 +530,7 @@ def plot(path: Path, plan: Plan, names: list[str], probes: list[Probe], observe:
 
 def run(args) -> int:
     """Do what the parsed flags say; returns the exit code. Raises ValueError for bad input."""
-    from generate import pick_device, read_prompt, resolve
+    from generate import pick_device, pick_dtype, read_prompt, resolve
 
     if not 0 <= args.tau <= 1:
         raise ValueError(f"--tau is {args.tau}; P, which it is compared with, lies between 0 and 1")
@@ -559,7 +559,7 @@ def run(args) -> int:
     if n > config.max_position_embeddings:
         print(f"calibrate.py: warning: {n:,} tokens are beyond the {config.max_position_embeddings:,} that the model was trained for", file=sys.stderr)
 
-    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else DTYPES.get(str(config.dtype).removeprefix("torch."), torch.float32))
+    dtype = pick_dtype(args.dtype, device, config)
     model = Llama.from_checkpoint(resolve(args.ckpt), device, dtype)
     with tqdm(total=len(ids) * n * config.num_hidden_layers, desc="classify", unit="", disable=None, leave=False, bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}") as bar:
         probes = [examine(model, torch.tensor([text[:n]]), N_Q, observe, bar.update) for text in ids]

@@ -313,6 +313,13 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
 
 
+def pick_dtype(name: str, device: torch.device, config: ModelConfig) -> torch.dtype:
+    """The dtype that `--dtype` names; auto: float32 on a CPU, where 16-bit arithmetic is often emulated, else the checkpoint's own."""
+    if name != "auto":
+        return DTYPES[name]
+    return torch.float32 if device.type == "cpu" else DTYPES.get(str(config.dtype).removeprefix("torch."), torch.float32)
+
+
 def read_prompt(args) -> str | None:
     """The prompt that the flags name; None if they name none. Raises ValueError."""
     if "prompt" in args and "prompt_file" in args:
@@ -468,10 +475,12 @@ def chat(session: Session, args, ctx: int, sampling: Sampling, first: str | None
         except ValueError as error:  # the message is not taken into the conversation, which goes on
             print(f"generate.py: {error}", file=sys.stderr)
             continue
-        answer(session, args, ids, min(args.max_new_tokens, ctx - len(ids)), sampling, args.stop)
+        finished = answer(session, args, ids, min(args.max_new_tokens, ctx - len(ids)), sampling, args.stop)
         if session.stats["dropped_tokens"]:
             print(f"note: {session.stats['dropped_tokens']} cached tokens did not fit the new turn and were prefilled again", file=sys.stderr)
         report(session, args, device)
+        if not finished and not session.stats["text"]:
+            continue  # taken back before anything was said
         messages = [*turn, {"role": "assistant", "content": session.stats["text"]}]
 
 
@@ -525,7 +534,7 @@ def run(args) -> int:
     tokenizer = Tokenizer.from_checkpoint(folder)
     if tokenizer.chat_template is None and (chatting or "system" in args):
         raise ValueError(f"{args.ckpt} has no chat template, which --chat and --system need; use --raw with --prompt")
-    dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else DTYPES.get(str(config.dtype).removeprefix("torch."), torch.float32))
+    dtype = pick_dtype(args.dtype, device, config)
 
     # What to ask: token ids, and, where the chat template is used, the conversation behind them.
     messages = [{"role": "system", "content": args.system}] if "system" in args else []
@@ -587,13 +596,19 @@ def main(argv: list[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_: print(f"generate.py: warning: {message}", file=sys.stderr)
     try:
         args = build_parser().parse_args(argv)
-        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+        if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
+            sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         return run(args)
     except BrokenPipeError:  # the reader of our stdout left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
         print(f"generate.py: error: {(str(error).splitlines() or [type(error).__name__])[0]}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # how PyTorch says on a CPU that memory is out
+            raise
+        print("generate.py: error: out of memory; lower --ctx or --max-new-tokens, or choose a smaller dtype, model or cache", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

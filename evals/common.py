@@ -23,7 +23,7 @@ import embedded
 from bench import about, split_specs
 from cache import FullCache, KVCache, TailorCache, describe_caches, make_cache, parse_spec
 from calibrate import Plan, plan_for
-from generate import pick_device, resolve
+from generate import pick_device, pick_dtype, resolve
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
 from retrieval import SparseLayer
 from tokenizer import Tokenizer
@@ -124,8 +124,7 @@ class Subject:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         folder, _ = find_weights(resolve(args.ckpt))
-        own = DTYPES.get(str(ModelConfig.from_dict(read_config(folder)).dtype).removeprefix("torch."), torch.float32)
-        dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else own)
+        dtype = pick_dtype(args.dtype, device, ModelConfig.from_dict(read_config(folder)))
         tokenizer = Tokenizer.from_checkpoint(folder)
         model = Llama.from_checkpoint(resolve(args.ckpt), device, dtype)
         plan = plan_for(model, args.ckpt, getattr(args, "plan", None), tokenizer) if planned else None
