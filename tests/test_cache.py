@@ -713,6 +713,6 @@ def test_list_is_made_from_the_code(typed):
     text = describe_caches()
     for name, cls in cache_module.CACHES.items():
         assert f"\n{name} " in "\n" + text
-        for entry in dataclasses.fields(cls.Options):
-            assert f"{entry.name}={entry.default}" in text
-            parse_spec(f"{name}:{entry.name}={entry.default}")
+        for field, value in dataclasses.asdict(cls.Options.build()).items():  # what the name alone means, presets included
+            assert f"    {field}={value}\n" in text + "\n"
+            assert parse_spec(f"{name}:{field}={value}") == parse_spec(name)
