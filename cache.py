@@ -22,7 +22,6 @@ import json
 import os
 import shutil
 import tempfile
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable
@@ -33,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attention import causal_attention
-from offload import BLOCK, Event, Pinner, Prefetcher
+from offload import BLOCK, Event, Job, Pinner, Prefetcher
 from quant import BITS, QuantLayer
 from retrieval import SparseLayer
 
@@ -477,7 +476,7 @@ class TailorCache(KVCache):
         self._like: tuple[Tensor, Tensor] | None = None  # empty K and V, for shape and dtype
         self._scratch: list[tuple[Tensor, Tensor] | None] = [None, None]
         self._ready = [Event(device) for _ in range(2)]  # the side stream is through with a scratch buffer
-        self._storing: Future | None = None  # blocks on their way to the host
+        self._storing: Job | None = None  # blocks on their way to the host
         self._staging: Tensor | None = None
 
     def _new_dense(self) -> FullCache:

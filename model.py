@@ -318,11 +318,13 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # from_pretrained, since the constructor would first draw random numbers, on "meta" by way of torch._dynamo and Triton.
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size), freeze=False)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.inv_freq, self.rope_scaling = inverse_frequencies(config)  # float32 whatever the model's dtype
+        with torch.device("cpu"):  # for the same reason
+            self.inv_freq, self.rope_scaling = inverse_frequencies(config)  # float32 whatever the model's dtype
         self.fingerprint = ""  # identifies the weights; set by from_checkpoint
 
     @property

@@ -16,6 +16,7 @@ import mmap
 import threading
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -301,6 +302,42 @@ class Event:
             self._event.synchronize()
 
 
+class Job:
+    """Work for the background thread, and what came of it: a Future from one C lock.
+
+    A Future's Condition is Python code, and Ctrl-C inside it can leave its lock taken for ever, or come out as a RuntimeError.
+    """
+
+    def __init__(self, work, arguments: tuple):
+        self._work, self._arguments = work, arguments
+        self._error: BaseException | None = None
+        self._running = threading.Lock()
+        self._running.acquire()
+
+    def run(self) -> None:
+        try:
+            self._work(*self._arguments)
+        except BaseException as error:
+            self._error = error
+        self._work = self._arguments = None
+        self._running.release()
+
+    def exception(self) -> BaseException | None:
+        """Wait; what was raised."""
+        with self._running:
+            return self._error
+
+    def result(self) -> None:
+        """Wait; raises what was raised."""
+        if (error := self.exception()) is not None:
+            raise error
+
+
+def _work_off(jobs: SimpleQueue) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+
+
 class Prefetcher:
     """Brings rows from host stores to the GPU: critical channels ahead of need in a background thread, chosen tokens at once.
 
@@ -316,8 +353,9 @@ class Prefetcher:
         self.device, self.row_bits = device, row_bits
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
-        self._thread: ThreadPoolExecutor | None = None
-        self._jobs: dict[int, Future] = {}  # layer -> its rows under way
+        self._queue: SimpleQueue | None = None  # of the thread, which ends with a None
+        self._thread: threading.Thread | None = None
+        self._jobs: dict[int, Job] = {}  # layer -> its rows under way
         self.rows: list[list[Tensor]] = []  # two of planes [B, KV, C, blocks * elements]
         self.blocks = 0  # that they hold
         self.tokens: tuple[Tensor, Tensor] | None = None  # fetched K and V [B, KV, K, D]
@@ -351,11 +389,16 @@ class Prefetcher:
             }
         return True
 
-    def submit(self, job, *arguments) -> Future:
-        """Run `job` in the background thread; jobs run one at a time and in order. Errors come out of the future's result()."""
+    def submit(self, work, *arguments) -> Job:
+        """Run `work` in the background thread; jobs run one at a time and in order. Errors come out of the job's result()."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "tailorkv-prefetch")
-        return self._thread.submit(job, *arguments)
+            queue = SimpleQueue()
+            thread = threading.Thread(target=_work_off, args=(queue,), name="tailorkv-prefetch", daemon=True)
+            thread.start()
+            self._queue, self._thread = queue, thread  # an interrupted start is forgotten, and the next one is another
+        job = Job(work, arguments)
+        self._queue.put(job)
+        return job
 
     def prefetch(self, layer: int, turn: int, store: HostStore, index: Tensor, start: int, stop: int) -> None:
         """Begin to fetch channel rows `index [B, KV, C]`, the whole blocks start .. stop - 1, of `layer`; `turn`: its place among sparse layers."""
@@ -427,7 +470,8 @@ class Prefetcher:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._queue.put(None)
+            self._thread.join()
             self._thread = None
         self._jobs.clear()
         if self.cuda:

@@ -141,9 +141,9 @@ class Ring:
         stop = start + k.shape[2]
         first = max(start, stop - self.size)
         slots = self.slots(first, stop)
+        self.start = max(self.start, stop - self.size)  # first: an interrupt may come between the two copies
         self.k.index_copy_(2, slots, k[:, :, first - start :])
         self.v.index_copy_(2, slots, v[:, :, first - start :])
-        self.start = max(self.start, stop - self.size)
 
     def save(self, length: int) -> None:
         """Remember the content as it is at `length` tokens, before a call that may not end overwrites it."""
@@ -246,8 +246,6 @@ class QuantLayer:
     def _refresh(self, edge: int) -> None:
         """What decoded values lack when positions below `edge` are codes: the subtracted mean, and the mean error of coding."""
         if self.centre:
-            if edge == 0:
-                self.mean.zero_()
             self.shift.copy_(self.mean)
         if self.correct:
             error = self.sums[:, :, : edge // self.group].sum(2, keepdim=True) / max(edge, 1)
@@ -328,7 +326,7 @@ class QuantLayer:
         for kind, held in (("codes", self.codes), ("ranges", self.ranges)):
             found |= {f"{kind}.{name}": x[:, :, : edge // self.group] for name, x in zip("kv", held)}
         if self.centre:
-            found["mean"] = self.mean
+            found["mean"] = self.mean if edge else torch.zeros_like(self.mean)  # what it was before a crop
         if self.correct:
             found["sums"] = self.sums[:, :, : edge // self.group]
         return found

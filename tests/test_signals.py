@@ -222,11 +222,8 @@ CROPS = {
 
 @pytest.mark.parametrize("crop", CROPS)
 @pytest.mark.parametrize("kind", ["full", "(0, 2)", "best (0,)"])
-def test_every_point_of_a_crop(kind, crop, request):
+def test_every_point_of_a_crop(kind, crop):
     """A crop that is given up half-way: some layers at the old length, some at the new, or the position at neither."""
-    if (kind, crop) == ("best (0,)", "into 16 bits"):
-        request.applymarker(pytest.mark.xfail(reason="QuantLayer._refresh(0) zeroes the mean, and roll_back cannot bring it back"))
-
     def given_up(cache, undisturbed, rng):
         if cache.length == undisturbed.start and rng.random() < 0.5:
             same(state(cache), undisturbed.before)
@@ -251,22 +248,23 @@ def test_an_interrupted_crop_and_then_another():
 
 
 @pytest.mark.parametrize("length", [70, 300])
-def test_every_point_of_a_load_and_of_a_close(length, tmp_path):
+@pytest.mark.parametrize("kind", ["full", "(0,)"])
+def test_every_point_of_a_load_and_of_a_close(kind, length, tmp_path):
     """Half a document under the name of a whole one, or a cache that can neither be used nor closed."""
-    with make("(0,)", residual=120) as cache:
+    with make(kind, residual=120) as cache:
         do(cache, ("prefill", length))
         cache.save(tmp_path / "c")
 
     def usable(cache, undisturbed, rng):
         if cache.length == 0:
-            with make("(0,)", residual=120) as fresh:
+            with make(kind, residual=120) as fresh:
                 assert torch.equal(do(cache, ("prefill", 150)), do(fresh, ("prefill", 150)))
                 same(state(cache), state(fresh))
             cache.close()
 
     for before in ([], [("prefill", AGES), ("decode",)]):
         for step in (("load", tmp_path / "c"), ("close",)):
-            interrupt_everywhere(Undisturbed("(0,)", before, step), 5, usable)
+            interrupt_everywhere(Undisturbed(kind, before, step), 5, usable if step[0] == "load" else lambda *_: None)
 
 
 def test_an_interrupted_call_changes_the_epoch():
@@ -334,16 +332,16 @@ def test_random_moments_of_prefill_and_decode(kind, alarm):
             began = time.perf_counter()
             expected = call(twin)
             took = time.perf_counter() - began
-            while cache.length == start:
-                got, hit = alarm(rng.uniform(1e-6, 1.5 * took), lambda: call(cache)) if hits < 20 or kind == "full" else (call(cache), False)
-                hits += hit
-                if hit and cache.length == start and rng.random() < 0.3:
+            got, hit = alarm(rng.uniform(1e-6, 1.2 * took), lambda: call(cache))
+            hits += hit
+            if cache.length == start:
+                if rng.random() < 0.3:
                     cache.crop(start)
+                got = call(cache)
             assert cache.length == start + T
             assert got is None or torch.equal(got, expected)  # None: the call was committed, and its logits were lost
             same(state(cache), state(twin))
-    assert hits >= 10
-
+    assert hits >= 10  # of about 25; 50 in all
 
 
 # -------------------------------------------------------------------------------------------------- random kills of a save
@@ -412,7 +410,7 @@ def kill_saves(folder: str, times: int, seed: int) -> list[dict]:
             (Path(folder) / "took").write_text(str(time.perf_counter() - start))
             return 0
 
-        assert kill(signal.SIGKILL, 1.0, timed)[0] == "sd"
+        assert kill(signal.SIGKILL, 60.0, timed)[0] == "sd"
         took = max(took, float((Path(folder) / "took").read_text()))
     for i in range(times):
         number = (signal.SIGINT, signal.SIGKILL)[i % 2]
