@@ -206,6 +206,8 @@ class KVCache:
             with open(folder / "whole", "rb") as file:
                 os.fsync(file.fileno())  # a rename that reaches the disk before its data would leave an empty file after a power cut
             os.replace(folder / "whole", path)
+        except SafetensorError as error:  # its own word for a full disk
+            raise OSError(f"cannot write {path}: {error}") from None
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -716,3 +716,18 @@ def test_list_is_made_from_the_code(typed):
         for field, value in dataclasses.asdict(cls.Options.build()).items():  # what the name alone means, presets included
             assert f"    {field}={value}\n" in text + "\n"
             assert parse_spec(f"{name}:{field}={value}") == parse_spec(name)
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(tmp_path, monkeypatch):
+    """safetensors has an error of its own for it, which callers that handle OSError let through as a traceback."""
+    cache = FullCache(types.SimpleNamespace(num_hidden_layers=1))
+    cache.save(tmp_path / "c")
+    before = (tmp_path / "c").read_bytes()
+
+    def full(*_, **__):
+        raise cache_module.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(cache_module, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(tmp_path / "c")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"] and (tmp_path / "c").read_bytes() == before
