@@ -58,10 +58,10 @@ def table(found: dict) -> str:
     """Fixed-width text of all parts that were measured."""
     lines = []
     if "layers" in found:
-        lines += [f"{'P, text':24}{'layer 0':>9}{'layer 1':>9}{'layer 2':>9}{'max other':>11}  above tau"]
+        lines += [f"{'P, text':24}{'layer 0':>9}{'max other':>11}{'which':>7}  above tau"]
         for row in found["layers"]:
-            P = row["scores"]
-            lines.append(f"{row['text']:24}{P[0]:>9.3f}{P[1]:>9.3f}{P[2]:>9.3f}{max(P[3:]):>11.3f}  {row['quantised']}")
+            others = [(P, layer) for layer, P in enumerate(row["scores"])][1:] or [(0.0, 0)]
+            lines.append(f"{row['text']:24}{row['scores'][0]:>9.3f}{max(others)[0]:>11.3f}{max(others)[1]:>7}  {row['quantised']}")
     for part, label in (("bits", "one layer at 1 bit"), ("static", "channels"), ("channels", "channels a head")):
         if part in found:
             lines += ["", f"{label:24}{'KL':>9}{'top-1':>9}{'recall':>9}"]

@@ -12,7 +12,7 @@ import torch
 import embedded
 from cache import KVCache, make_cache
 from calibrate import Plan
-from evals import common, fidelity, needles
+from evals import common, fidelity, findings, needles
 from model import Llama
 from tokenizer import Tokenizer
 
@@ -155,6 +155,23 @@ def test_fidelity_prints_a_table(tiny, capsys):
     assert fidelity.main([*tiny, "--cache", f"full,{TINY}", "--prompt-tokens", "200", "--steps", "2", "--texts", "2"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 3 and out[1].startswith("full ") and "0.0000 ± 0.0000" in out[1] and out[2].startswith(TINY) and out[2].count("±") == 4
+
+
+def test_findings_end_to_end(tiny, capsys):
+    """Each part measures what it says: a plan of one layer, a choice made offline, a number of channels."""
+    flags = [*tiny, "--cache", TINY, "--prompt-tokens", "200", "--steps", "2", "--texts", "3"]
+    found = object_from(capsys, findings, flags)["results"]
+    assert [len(row["scores"]) for row in found["layers"]] == [3] * 4 and all(0 <= P <= 1 for row in found["layers"] for P in row["scores"])
+    assert list(found["bits"]) == ["layer 0", "layer 1", "layer 2"] and list(found["static"]) == ["dynamic", "static"]
+    for layer, row in enumerate(found["bits"].values()):  # that layer reads codes, the others everything
+        assert row["kl"] > 0 and row["recall"][layer] is None
+        assert [recall for recall in row["recall"] if recall is not None] == pytest.approx([1, 1])
+    assert found["static"]["dynamic"]["kl"] != found["static"]["static"]["kl"]
+    assert list(found["channels"]) == ["2", "4", "8", "12", "16"]
+    assert found["channels"]["4"]["kl"] == found["static"]["dynamic"]["kl"]  # TINY has four
+    assert found["channels"]["2"]["recall_mean"] < found["channels"]["16"]["recall_mean"]
+    assert findings.main([*flags, "--only", "layers"]) == 0
+    assert capsys.readouterr().out.count("\n") == 5
 
 
 def test_the_full_cache_runs_once_a_text(tiny, capsys, monkeypatch):
