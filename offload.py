@@ -15,6 +15,7 @@ import math
 import mmap
 import threading
 import warnings
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
@@ -395,6 +396,7 @@ class Prefetcher:
             queue = SimpleQueue()
             thread = threading.Thread(target=_work_off, args=(queue,), name="tailorkv-prefetch", daemon=True)
             thread.start()
+            weakref.finalize(self, queue.put, None)  # a prefetcher that nobody closed takes its thread with it
             self._queue, self._thread = queue, thread  # an interrupted start is forgotten, and the next one is another
         job = Job(work, arguments)
         self._queue.put(job)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TailorCache: the invariants of the design, on random tiny models and on random q, k, v given to the cache directly."""
 
+import gc
 import threading
 import time
 from types import SimpleNamespace
@@ -505,17 +506,30 @@ def test_a_failure_in_the_thread_surfaces(monkeypatch):
 
 def test_leaving_stops_the_thread_and_frees_the_memory():
     """A with-block that is left by an exception must not leave a thread or gigabytes of slabs behind."""
-    driver = Driver()
+    driver, before = Driver(), set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt), TailorCache(driver.config, (0,), options()) as cache:
         driver.call(cache, 300)
         driver.call(cache, 1, decode=True)
         driver.call(cache, 100, stop_at=(1, 0))
         raise KeyboardInterrupt
-    assert not any(thread.name.startswith("tailorkv") for thread in threading.enumerate())
+    assert set(threading.enumerate()) <= before
     assert cache.nbytes() == {"gpu": {"pos": 8}, "host": {}} and cache.length == 0
     same(state(cache), state(TailorCache(driver.config, (0,), options())))
     driver.call(cache, 200)  # and it can be used again
     cache.close()
+
+
+def test_a_cache_that_nobody_closed_takes_its_thread_with_it():
+    """A thread per forgotten cache, each holding gigabytes alive, until the process ends."""
+    driver, before = Driver(), set(threading.enumerate())
+    cache = TailorCache(driver.config, (0,), options())
+    driver.call(cache, 300)
+    driver.call(cache, 1, decode=True)
+    [thread] = set(threading.enumerate()) - before
+    del cache
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_reset_leaves_nothing_of_the_old_sequence():
