@@ -9,6 +9,10 @@ all depths are asked for, but clear of both ends, which every sparse method keep
 question after another is put to it: the cache is cropped back to the prefix, the question is prefilled, as a later turn would be,
 and the answer decoded greedily. It is right if its digits are the value. Prefix, question and answer have the given length.
 
+A question reads what was coded in quantised layers, in 16 bits: the result of prefilling prefix and question as one prompt, without
+doing so for every question. `--coded-questions` reads the codes instead, as a later turn of a chat does. `--examples 1` ends the prefix with a question that
+is answered already, about a fact of its own: the adapter's page asked its questions one after another, so that all but the first had one.
+
 Eight facts a prefix, so 64 questions are eight prefixes with facts and haystack of their own: the embedded 128k model was trained
 on 24 facts a sequence and scored on 8 (`assets/smollm2-128k`), and fewer than that would prefill the more often.
 
@@ -33,6 +37,7 @@ from cache import KVCache
 from evals import common
 from generate import _Parser, parse_tokens
 from model import Llama
+from quant import QuantLayer
 from tokenizer import Tokenizer
 
 KEYS = (
@@ -47,28 +52,31 @@ EDGE = 256  # tokens at both ends of a prefix that are free of facts: more than 
 # ------------------------------------------------------------------------------------------------------------- the task
 
 
-def build(tokenizer: Tokenizer, page: list[int], tokens: int, facts: int, rng: random.Random) -> tuple[list[int], list[tuple[str, str]]]:
+def build(tokenizer: Tokenizer, page: list[int], tokens: int, facts: int, rng: random.Random, examples: int = 0) -> tuple[list[int], list[tuple[str, str]]]:
     """A prefix of exactly `tokens` tokens and its `(key, value)` pairs. The haystack `page` is begun anywhere and repeated to fill it.
+
+    `examples` more facts are hidden in it and asked, with their answers, at its end.
 
     Raises:
         ValueError: too short for the facts.
     """
-    pairs = [(key, str(rng.randrange(10**6, 10**7))) for key in rng.sample(KEYS, facts)]
+    pairs = [(key, str(rng.randrange(10**6, 10**7))) for key in rng.sample(KEYS, facts + examples)]
     needles = [tokenizer.encode(f"\nOne of the special magic numbers for {key} is: {value}.\n", add_special_tokens=False) for key, value in pairs]
-    start = tokenizer.encode("")
-    room = tokens - len(start) - sum(map(len, needles))
+    shown = rng.sample(range(len(pairs)), examples)
+    start, end = tokenizer.encode(""), tokenizer.encode("".join(f"{question(pairs[i][0])} {pairs[i][1]}." for i in shown), add_special_tokens=False)
+    room = tokens - len(start) - len(end) - sum(map(len, needles))
     edge = min(EDGE, max(tokens, 0) // 8)
-    if room < 2 * edge + facts:
+    if room < 2 * edge + len(pairs):
         raise ValueError(f"{tokens:,} tokens are too few for {facts} facts; raise --lengths or lower --facts")
     turn = rng.randrange(len(page))
     text = (page[turn:] + page * (room // len(page) + 1))[:room]
-    stretch = (room - 2 * edge) // facts
+    stretch = (room - 2 * edge) // len(pairs)
     prefix, last = list(start), 0
     for i, needle in enumerate(needles):
         at = edge + i * stretch + rng.randrange(stretch)
         prefix += text[last:at] + needle
         last = at
-    return prefix + text[last:], pairs
+    return prefix + text[last:] + end, [pair for i, pair in enumerate(pairs) if i not in shown]
 
 
 def question(key: str) -> str:
@@ -95,9 +103,36 @@ def ask(model: Llama, tokenizer: Tokenizer, cache: KVCache, key: str, value: str
     return tokenizer.decode(free), torch.cat(forced).float().cpu()
 
 
-def interrogate(subject: common.Subject, spec: str, prefix: list[int], pairs: list[tuple[str, str]], capacity: int) -> list[tuple[str, Tensor]]:
+def keep_exact(cache: KVCache) -> None:
+    """From now on, let prefill calls after the first read of quantised layers what those were given then, and not the codes of it."""
+
+    def keep(layer: QuantLayer) -> None:
+        absorb, history = layer.absorb, layer.history
+        given: list[Tensor] = []
+
+        def absorb_and_keep(k: Tensor, v: Tensor, old: int, new: int) -> None:
+            if old == 0:
+                given[:] = [x[:, :, :new].clone() for x in (k, v)]
+            absorb(k, v, old, new)
+
+        def history_as_given(k: Tensor, v: Tensor, length: int) -> None:
+            history(k, v, length)
+            for x, held in zip((k, v), given):
+                count = min(length, held.shape[2])
+                x[:, :, :count] = held[:, :, :count]
+
+        layer.absorb, layer.history = absorb_and_keep, history_as_given
+
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, QuantLayer):
+            keep(layer)
+
+
+def interrogate(subject: common.Subject, spec: str, prefix: list[int], pairs: list[tuple[str, str]], capacity: int, exact: bool) -> list[tuple[str, Tensor]]:
     """Every question on one prefill of the prefix; what `ask` gives for each."""
     with subject.cache(spec, capacity) as cache:
+        if exact:
+            keep_exact(cache)
         subject.model.prefill(torch.tensor([prefix]), cache)
         return [ask(subject.model, subject.tokenizer, cache, *pair) for pair in pairs]
 
@@ -144,6 +179,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lengths", type=parse_lengths, default="2k,8k", metavar="N,...", help="tokens, question and answer included: 2048, 32k, 128k")
     add("--questions", type=int, default=64, metavar="N", help="questions a length")
     add("--facts", type=int, default=8, metavar="N", help="facts, and questions, a prefix")
+    add("--examples", type=int, default=0, metavar="N", help="answered questions that the prefix ends with, about facts of their own")
+    add("--coded-questions", action="store_true", help="read quantised layers through their codes while a question is prefilled, as a later turn does")
     add("--haystack", type=Path, default=ROOT / "assets" / "paradise_lost.txt", metavar="FILE", help="UTF-8 text to hide the facts in")
     add("--seed", type=int, default=0, metavar="N", help="of keys, values and places")
     return parser
@@ -151,8 +188,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args, specs: list[str]) -> tuple[dict, str]:
     """Returns the object and the table. Raises ValueError for bad input."""
-    if not 1 <= args.facts <= len(KEYS):
-        raise ValueError(f"--facts is {args.facts}; it must be between 1 and {len(KEYS)}")
+    if args.facts < 1 or args.examples < 0 or args.facts + args.examples > len(KEYS):
+        raise ValueError(f"--facts is {args.facts} and --examples {args.examples}; they must be at least 1 and 0, and {len(KEYS)} together at most")
     if args.questions < args.facts or args.questions % args.facts:
         raise ValueError(f"--questions is {args.questions}; it must be a multiple of --facts, {args.facts}")
     subject = common.Subject.load(args, specs)
@@ -170,16 +207,16 @@ def run(args, specs: list[str]) -> tuple[dict, str]:
     for length in args.lengths:
         asked: dict[str, list[dict]] = {spec: [] for spec in specs}
         for number in range(args.questions // args.facts):
-            prefix, pairs = build(tokenizer, page, length - asking, args.facts, random.Random(f"{args.seed} {length} {number}"))
-            full = interrogate(subject, "full", prefix, pairs, length)
+            prefix, pairs = build(tokenizer, page, length - asking, args.facts, random.Random(f"{args.seed} {length} {number}"), args.examples)
+            full = interrogate(subject, "full", prefix, pairs, length, not args.coded_questions)
             for spec in specs:
-                found = full if spec == "full" else interrogate(subject, spec, prefix, pairs, length)
+                found = full if spec == "full" else interrogate(subject, spec, prefix, pairs, length, not args.coded_questions)
                 for (key, value), (answer, logits), (full_answer, reference) in zip(pairs, found, full):
                     one = {"prefix": number, "key": key, "value": value, "answer": answer, "right": is_right(answer, value)}
                     asked[spec].append(one | {"full_right": is_right(full_answer, value), "kl": common.kl_divergence(reference, logits).mean().item()})
                 common.note("needles.py", f"{length:,} tokens, prefix {number}, {spec}: {sum(one['right'] for one in asked[spec][-len(pairs) :])} of {len(pairs)} right")
         rows += [summarise(spec, length, found) for spec, found in asked.items()]
-    about = subject.facts(args) | {"haystack": str(args.haystack), "seed": args.seed, "facts": args.facts}
+    about = subject.facts(args) | {"haystack": str(args.haystack), "seed": args.seed, "facts": args.facts, "examples": args.examples, "coded_questions": args.coded_questions}
     return about | {"results": rows}, table(rows)
 
 

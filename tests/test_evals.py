@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 
 import pytest
 import torch
@@ -240,6 +241,11 @@ def test_a_prefix_holds_every_fact_once_at_all_depths(tiny):
     assert places == sorted(places) and places[0] >= 250 and places[-1] <= 4000 - 256
     assert places[0] < 4000 / 4 and places[-1] > 4000 * 3 / 4
     assert needles.build(tokenizer, page, 4000, 8, random.Random(3)) == (ids, pairs) != needles.build(tokenizer, page, 4000, 8, random.Random(4))
+    shown, asked = needles.build(tokenizer, page, 4000, 8, random.Random(3), examples=2)
+    text = tokenizer.decode(shown)
+    answered = re.findall(r"mentioned in the provided text is (\d{7})\.", text)
+    assert len(shown) == 4000 and len(asked) == 8 and len(answered) == 2 and text.endswith(f"{answered[1]}.")
+    assert text.count("One of the special magic numbers") == 10 and not set(answered) & {value for _, value in asked}
     with pytest.raises(ValueError, match="300 tokens are too few for 8 facts"):
         needles.build(tokenizer, page, 300, 8, random.Random(0))
 
@@ -263,6 +269,22 @@ def test_a_question_leaves_no_trace(tiny, spec):
             again = needles.ask(model, tokenizer, cache, *pair)
             assert again[0] == answer and torch.equal(again[1], logits)
         assert logits.shape == (len(tokenizer.encode(f" {pairs[0][1]}.")), 500)
+
+
+def test_exact_questions_are_one_prompt_with_the_prefix(tiny):
+    """What the flag promises: the logits of prefilling prefix and question at once, which a turn that reads codes does not give."""
+    model, tokenizer = Llama.from_checkpoint(tiny[1]), Tokenizer.from_checkpoint(tiny[1])
+    ids, [pair] = needles.build(tokenizer, tokenizer.encode(embedded.document()[:9000]), 500, 1, random.Random(0))
+    truth = tokenizer.encode(f" {pair[1]}.")
+    with make_cache(TINY, model.config, plan=(0,)) as cache:
+        first = model.prefill(torch.tensor([ids + tokenizer.encode(needles.question(pair[0]))]), cache)
+        expected = torch.cat([first] + [model.decode(torch.tensor([[token]]), cache) for token in truth[:-1]])
+    subject = common.Subject(model, tokenizer, Plan((0,), (None,) * 3))
+    for exact in (True, False):
+        [(_, logits)] = needles.interrogate(subject, TINY, ids, [pair], 600, exact)
+        assert torch.allclose(logits, expected, atol=1e-4) is exact
+        [(_, full)] = needles.interrogate(subject, "full", ids, [pair], 600, exact)
+        assert full.shape == expected.shape
 
 
 def test_needles_end_to_end(tiny, capsys, monkeypatch):
@@ -300,6 +322,7 @@ def test_needles_end_to_end(tiny, capsys, monkeypatch):
         (["--lengths", "2k"], "2,048 tokens are more than the 1,024"),
         (["--lengths", "900", "--questions", "12"], "--questions is 12; it must be a multiple of --facts, 8"),
         (["--lengths", "900", "--facts", "99"], "--facts is 99"),
+        (["--lengths", "900", "--examples", "-1"], "--examples -1"),
         (["--lengths", "900", "--haystack", os.devnull], "is empty"),
         (["--cache", "nosuch"], "unknown cache 'nosuch'"),
     ],
