@@ -31,8 +31,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+import kernels
 from attention import causal_attention
-from offload import BLOCK, Event, Job, Pinner, Prefetcher
+from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_sums, encode_rows, largest
 from quant import BITS, QuantLayer
 from retrieval import SparseLayer
 
@@ -395,6 +396,8 @@ class TailorConfig:
     tail: bool = True  # give unfetched attention mass to the mean value
     aggregation: str = "mean"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
     norm: str = "own"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
+    prefetch: str = "auto"  # how rows come from the host: "thread" gathers them there, "uva" reads them in place from the GPU; auto: uva where it can
+    resident: int = 0  # with uva, channel rows for each KV head and layer that stay on the GPU from step to step; head_dim or more: all of them
     static: bool = False  # channels chosen offline, from the plan, instead of at each step
     dense_below: int = -1  # up to this many tokens everything stays in 16 bits and is attended; -1: sink + recent + topk
 
@@ -409,14 +412,16 @@ class TailorConfig:
     def __post_init__(self):
         for name, lowest, highest in (
             ("bits", 1, 8), ("group", 8, 1024), ("residual", 0, 2**20), ("sink", 0, 2**20), ("recent", 0, 2**20),
-            ("topk", 0, 2**20), ("channels", 1, 1024), ("centre", 0, 2**20), ("dense_below", -1, 2**31),
+            ("topk", 0, 2**20), ("channels", 1, 1024), ("centre", 0, 2**20), ("resident", 0, 2**20), ("dense_below", -1, 2**31),
         ):  # fmt: skip
             if not lowest <= getattr(self, name) <= highest:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be between {lowest} and {highest}")
         if self.bits not in BITS or self.group % 8:
             raise ValueError(f"bits is {self.bits} and group {self.group}; bits are {', '.join(map(str, BITS))}, and a group a multiple of 8")
+        if 0 < self.resident < self.channels:
+            raise ValueError(f"resident is {self.resident} and channels {self.channels}; a step's channels must all find a place, so it is 0 or at least that many")
         levels = ("minmax", "lloyd")
-        for name, choices in (("aggregation", ("authors", "mean")), ("norm", ("previous", "own")), ("k_levels", levels), ("v_levels", levels), ("row_bits", (2, 4, 8, 16))):
+        for name, choices in (("aggregation", ("authors", "mean")), ("norm", ("previous", "own")), ("prefetch", ("auto", "thread", "uva")), ("k_levels", levels), ("v_levels", levels), ("row_bits", (2, 4, 8, 16))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is {' or '.join(map(str, choices))}")
 
@@ -464,7 +469,7 @@ class TailorCache(KVCache):
     def _start_over(self) -> None:
         """Layers as new: empty, without buffers or threads."""
         o, device = self.options, self.pos.device
-        self.pinner, self.prefetcher = Pinner(device), Prefetcher(device, o.row_bits)
+        self.pinner, self.prefetcher = Pinner(device), self._new_prefetcher()
         self.layers: list[QuantLayer | SparseLayer] = []
         for layer in range(self.num_layers):
             if layer in self.quantised:
@@ -480,6 +485,17 @@ class TailorCache(KVCache):
         self._ready = [Event(device) for _ in range(2)]  # the side stream is through with a scratch buffer
         self._storing: Job | None = None  # blocks on their way to the host
         self._staging: Tensor | None = None
+        self._nothing_due_until = 0  # length up to which decode steps need no work on the host
+
+    def _new_prefetcher(self, zero_copy: bool | None = None) -> Prefetcher | ZeroCopy:
+        o, device = self.options, self.pos.device
+        if zero_copy is None:
+            zero_copy = o.prefetch != "thread" and kernels.usable(device) and (self._cuda or o.prefetch == "uva")
+        if zero_copy:
+            return ZeroCopy(device, o.row_bits, 0 if o.static else o.resident, len(self._sparse))
+        if o.prefetch == "uva":
+            raise ValueError(f"prefetch=uva needs a GPU with Triton, and host memory that can be pinned; {device} does not offer it, prefetch=thread works anywhere")
+        return Prefetcher(device, o.row_bits)
 
     def _new_dense(self) -> FullCache:
         dense = FullCache(self.config, device=self.pos.device, capacity=min(self.capacity, self.options.dense))
@@ -502,6 +518,9 @@ class TailorCache(KVCache):
                 layer.ring.commit()
 
     def _make_room(self, tokens: int) -> None:
+        if self._decoding and tokens <= self._nothing_due_until:
+            return
+        self._nothing_due_until = 0
         self._settle()
         if tokens <= self.options.dense:
             self.dense.begin(self._pending, self._decoding)
@@ -512,6 +531,13 @@ class TailorCache(KVCache):
             self._reserve(tokens)
             if self._decoding and self.dense is None:
                 self._age(tokens)
+                # A block is due when an edge moves: all edges do so 64 (or `group`) tokens apart.
+                due = min((next(n for n in range(tokens + 1, tokens + 1025) if layer.edge(n) > layer.edge(tokens)) for layer in self._kinds()), default=tokens + 1)
+                self._nothing_due_until = min(due - 1, self.capacity)
+
+    def _kinds(self):
+        """One layer of each kind there is: edges are the same within a kind."""
+        return {type(layer): layer for layer in self.layers}.values()
 
     def _leave_dense(self, tokens: int) -> None:
         """Hand what the inner cache holds over to the layers. It is kept until this call has ended."""
@@ -540,7 +566,17 @@ class TailorCache(KVCache):
             edge = self.layers[self._sparse[0]].edge(room)
             if edge > self.options.sink:
                 channels = min(self.options.channels, self._like[0].shape[3])
-                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - self.options.sink // BLOCK * BLOCK, self.options.topk)
+                sparse = [self.layers[layer] for layer in self._sparse]
+                if isinstance(self.prefetcher, ZeroCopy) and sparse[0].store.slabs:
+                    sparse[-1].store.slabs[-1].wait()
+                    if self.pinner.refused:
+                        self.prefetcher = self._new_prefetcher(zero_copy=False)
+                        for layer in sparse:
+                            layer.prefetcher = self.prefetcher
+                begin = sparse[0].begin
+                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - begin, self.options.topk)
+                if isinstance(self.prefetcher, ZeroCopy):
+                    self.prefetcher.settle([layer.store for layer in sparse], begin, sparse[0].edge(self.length))
 
     def _age(self, tokens: int) -> None:
         """Move the blocks that a decode step to `tokens` tokens pushes out of tails and windows."""
@@ -551,6 +587,9 @@ class TailorCache(KVCache):
             elif (block := layer.leaving(tokens)) is not None:
                 leaving.append((layer.store, layer.edge(tokens) - BLOCK, *block))
         if not leaving:
+            return
+        if isinstance(self.prefetcher, ZeroCopy):
+            self._store_in_place(leaving)
             return
         if self._cuda:  # through pinned memory: a copy to the host's rows directly would have to wait for each
             shape = (len(leaving), 2, *leaving[0][2].shape[:3], max(leaving[0][2].shape[3], leaving[0][3].shape[3]))
@@ -572,6 +611,16 @@ class TailorCache(KVCache):
         # Jobs run in order, so what is gathered in the thread later sees these blocks; the main thread waits before it gathers.
         self._storing = self.prefetcher.submit(store_blocks)
 
+    def _store_in_place(self, leaving: list) -> None:
+        """Write blocks to the host, and to the rows that are resident, by kernels in the current stream: nobody waits."""
+        k, v = (torch.stack(x) for x in zip(*((k, v) for _, _, k, v in leaving)))  # [layers, B, KV, 64, D]
+        most, total, planes = largest(k), block_sums(v).squeeze(-2), encode_rows(k.transpose(-1, -2).contiguous(), self.options.row_bits)
+        for i, (store, start, _, _) in enumerate(leaving):
+            rows = [plane[i] for plane in planes]
+            store.table(k.device)  # a slab that is new in it
+            store.write_block(start, k[i], v[i], most[i], total[i], rows)
+            self.prefetcher.extend(i, rows, (start - self.layers[self._sparse[i]].begin) // BLOCK)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         start = self._accept(layer, q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -588,7 +637,7 @@ class TailorCache(KVCache):
         if self._storing is not None:
             self._storing.result()
             self._storing = None
-        return self.layers[layer].attend(layer, q, k, v, scale, start + 1)
+        return self.layers[layer].attend(layer, q, k, v, scale, start + 1, self.pos)
 
     def _fits(self, k: Tensor, v: Tensor) -> None:
         if self._like is None:
@@ -605,6 +654,8 @@ class TailorCache(KVCache):
     def _prefill(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, start: int) -> Tensor:
         slot, total = layer % 2, self.length + self._pending
         if start == self.length:
+            if layer == 0:
+                self._quiet()
             self._open(layer, total)
         K, V = self._scratch[slot]
         stop = start + k.shape[2]
@@ -660,16 +711,23 @@ class TailorCache(KVCache):
     # -- prediction
 
     def wants(self, layer: int) -> bool:
-        return layer > 0 and layer not in self.quantised and self._static is None
+        resident = self._like is not None and self.options.resident >= self._like[0].shape[3]  # all rows are there: the true query chooses
+        return layer > 0 and layer not in self.quantised and self._static is None and not resident
 
     def foresee(self, layer: int, q: Tensor) -> None:
         if not self._all_dense and self._like is not None and self.layers[layer].ring is not None:
-            self.layers[layer].foresee(layer, q, self.length + 1)
+            self.layers[layer].foresee(layer, q, self.length + 1, self.pos)
 
     # -- between calls
 
     def _quiet(self) -> None:
-        """Wait for everything under way."""
+        """Wait for everything under way; what steps on the device did is then known here, and what follows is no step."""
+        self._nothing_due_until = 0
+        for layer in self.layers:
+            if layer.ring is not None:
+                layer.ring.catch_up(self.length + (self._pending if self._decoding else 0))
+        if isinstance(self.prefetcher, ZeroCopy):
+            self.prefetcher.stale = True
         self.prefetcher.wait_all()
         if self._storing is not None:
             self._storing.exception()

@@ -6,6 +6,8 @@
   4 % stands empty, and growth copies nothing.
 * `Prefetcher`: one background thread that gathers rows on the CPU into pinned staging buffers and copies them to the GPU on
   a stream of its own, while the GPU computes. On a machine without CUDA the same code runs without streams.
+* `ZeroCopy`: kernels that read pinned host memory in place, on a side stream that a CUDA graph can hold. It may keep channel
+  rows on the GPU from step to step (*resident* slots), since most critical channels were critical in the step before.
 
 Shapes: `B` batch, `KV` key/value heads, `N` tokens stored, `D` head_dim, `C` critical channels, `K` tokens fetched.
 """
@@ -22,6 +24,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+import kernels
 from quant import dequantise, pack, quantise, unpack
 
 BLOCK = 64  # tokens move to the host in blocks of this many
@@ -73,7 +76,7 @@ class Pinner:
         self._pool = ThreadPoolExecutor(threads, "tailorkv-pin") if self.active else None
         self._registered: dict[int, Tensor] = {}  # address -> the tensor, kept alive while CUDA knows its pages
         self._lock = threading.Lock()
-        self._refused = False
+        self.refused = False  # memory stays pageable
 
     def take(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Future | None]:
         """An uninitialised host tensor, and a future that is done when it is pinned (None: nothing to wait for)."""
@@ -88,7 +91,7 @@ class Pinner:
         return tensor, self._pool.submit(self._pin, tensor)
 
     def _pin(self, tensor: Tensor) -> None:
-        if self._refused:  # one failure tends to mean that all fail, and asking again can hurt the driver
+        if self.refused:  # one failure tends to mean that all fail, and asking again can hurt the driver
             return
         tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].fill_(0)
         code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
@@ -96,7 +99,7 @@ class Pinner:
             with self._lock:
                 self._registered[tensor.data_ptr()] = tensor
         else:
-            self._refused = True
+            self.refused = True
             warnings.warn(f"pinning {tensor.nbytes / 2**20:.0f} MiB of host memory failed (CUDA error {code}); transfers will be slower", stacklevel=2)
 
     def release(self, tensor: Tensor) -> None:
@@ -130,6 +133,7 @@ class Slab:
         self.rows = [plane for plane, _ in planes]
         ready = [ready_k, ready_v, ready_kmax, ready_vsum, *(ready for _, ready in planes)]
         self._pinning = [one for one in ready if one is not None]
+        self._aliases: dict[str, Tensor] | None = None
 
     def wait(self) -> None:
         """Until the memory is pinned, or known to stay pageable."""
@@ -140,6 +144,28 @@ class Slab:
     def tensors(self) -> dict[str, Tensor]:
         rows = dict(zip(("channel rows", "channel ranges"), self.rows))
         return {"k": self.k, "v": self.v, **rows, "k maxima": self.kmax, "v sums": self.vsum}
+
+    def on_device(self, device: torch.device) -> dict[str, Tensor]:
+        """The same memory as tensors of the device, which reads and writes it in place. It must be pinned."""
+        if self._aliases is None:
+            self.wait()
+            self._aliases = {name: alias(tensor, device) for name, tensor in self.tensors().items()}
+        return self._aliases
+
+
+class _Interface:
+    """Shows memory to PyTorch through the CUDA array interface, and keeps it alive while PyTorch holds it."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3}
+
+
+def alias(tensor: Tensor, device: torch.device) -> Tensor:
+    """Pinned host memory as a tensor of the CUDA device; on a CPU, and where there is nothing to show, the tensor itself."""
+    if device.type != "cuda" or tensor.numel() == 0:
+        return tensor.to(device)
+    return torch.as_tensor(_Interface(tensor), device=device).view(tensor.dtype).view(tensor.shape)
 
 
 class HostStore:
@@ -153,6 +179,8 @@ class HostStore:
     def __init__(self, pinner: Pinner, row_bits: int = 16):
         self.pinner, self.row_bits = pinner, row_bits
         self.slabs: list[Slab] = []
+        self._table: Tensor | None = None
+        self._listed = 0  # slabs that are in it
 
     @property
     def capacity(self) -> int:
@@ -196,6 +224,34 @@ class HostStore:
                         else:  # a row's part at a time: one strided copy would go through a temporary and wait
                             for channel in range(plane.shape[0]):
                                 target[b, h, channel, blocks.start * each : blocks.stop * each].copy_(plane[channel], non_blocking=True)
+
+    def table(self, device: torch.device) -> Tensor:
+        """The slabs as kernels need them, see `kernels`, with room for more to come: a new slab changes its content, not its place."""
+        if self._table is None or len(self.slabs) >= self._table.shape[0]:
+            self._table, self._listed = torch.zeros(2 * len(self.slabs) + 62, 6, dtype=torch.int64, device=device), 0
+        if self._listed < len(self.slabs):
+            entries = [[len(self.slabs), 0, 0, 0, 0, 0]]
+            for slab in self.slabs:
+                addresses = [x.data_ptr() for x in (slab.on_device(device)[name] for name in slab.tensors() if name not in ("k maxima", "v sums"))]
+                entries.append([slab.start, slab.size, *addresses, *[0] * (4 - len(addresses))])
+            self._table[: len(entries)] = torch.tensor(entries)
+            self._listed = len(self.slabs)
+        return self._table
+
+    def write_block(self, start: int, k: Tensor, v: Tensor, largest: Tensor, total: Tensor, planes: list[Tensor]) -> None:
+        """Write one block, `[B, KV, 64, D]` on the device, from position `start` on, in the current stream and in place.
+
+        largest, total: of |K| and of V, `[B, KV, D]`. planes: of the channel rows, `[B, KV, D, elements]`.
+        """
+        slab = next(slab for slab in self.slabs if slab.start <= start < slab.start + slab.size)
+        held, at = slab.on_device(k.device), start - slab.start
+        held["k"][:, :, at : at + BLOCK] = k
+        held["v"][:, :, at : at + BLOCK] = v
+        held["k maxima"][:, :, at // BLOCK] = largest
+        held["v sums"][:, :, at // BLOCK] = total
+        for name, plane in zip(("channel rows", "channel ranges"), planes):
+            each = plane.shape[3]
+            held[name][..., at // BLOCK * each : (at // BLOCK + 1) * each] = plane
 
     def read(self, k: Tensor, v: Tensor, start: int, stop: int) -> None:
         """Copy positions start .. stop - 1 into the same positions of `k, v [B, KV, >= stop, D]`; on CUDA, in the current stream."""
@@ -257,7 +313,7 @@ class HostStore:
             slab.wait()
             for tensor in slab.tensors().values():
                 self.pinner.release(tensor)
-        self.slabs = []
+        self.slabs, self._table, self._listed = [], None, 0
 
     def nbytes(self) -> dict[str, int]:
         """Host bytes by part."""
@@ -360,6 +416,8 @@ class Prefetcher:
         self.rows: list[list[Tensor]] = []  # two of planes [B, KV, C, blocks * elements]
         self.blocks = 0  # that they hold
         self.tokens: tuple[Tensor, Tensor] | None = None  # fetched K and V [B, KV, K, D]
+        self.scratch: kernels.Scratch | None = None
+        self._index: list[Tensor] = []  # the channels in each row buffer, for the kernels
         self._staging: dict[str, list[Tensor]] = {}
         self._turn = 0  # of the token staging
 
@@ -373,7 +431,11 @@ class Prefetcher:
             return False
         self.wait_all()
         head, dtype = like_k.shape[:2], like_k.dtype
-        self.blocks = max(positions // BLOCK, self.blocks * 9 // 8)
+        self.blocks = whole_chunks(max(positions // BLOCK, self.blocks * 9 // 8))
+        self.scratch = None
+        if kernels.usable(self.device):
+            self._index = [torch.empty(*head, channels, dtype=torch.int32, device=self.device) for _ in range(2)]
+            self._place = torch.arange(channels, dtype=torch.int32, device=self.device).expand(*head, -1).contiguous()
         shapes = [(kind, (*head, channels, self.blocks * each)) for kind, each in row_planes(self.row_bits, dtype)]
         self.rows = []  # the old ones are freed first
         self.rows = [[torch.empty(shape, dtype=kind, device=self.device) for kind, shape in shapes] for _ in range(2)]
@@ -462,6 +524,39 @@ class Prefetcher:
         self._copied[self._turn].record()
         return k, v
 
+    # -- for the kernels, which score and attend in place of plain PyTorch
+
+    def scratch_for(self, G: int) -> kernels.Scratch:
+        """What the kernels write between scoring and attention, for groups of G query heads."""
+        if self.scratch is None:
+            B, KV, K = self.tokens[0].shape[:3]
+            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.device)
+        return self.scratch
+
+    def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
+        """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch their rows of positions below `stop`."""
+        index = self._index[entry.turn % 2]
+        if entry.static is not None:
+            index.copy_(entry.static.expand_as(index))
+        else:
+            kernels.choose_channels(q, entry.kmax, entry.authors, index, index, index)
+        self.prefetch(layer, entry.turn, entry.store, index.long(), entry.begin, stop)
+
+    def brought(self, layer: int, entry, stop: int) -> kernels.Rows | None:
+        """Rows of positions below `stop` for the current stream; None if `layer` has none under way. Raises what the thread raised."""
+        job = self._jobs.pop(layer, None)
+        if job is None:
+            return None
+        job.result()
+        self._written[entry.turn % 2].wait()
+        planes = self._front(self.rows[entry.turn % 2], stop - entry.begin)
+        return kernels.Rows(planes, self._index[entry.turn % 2], self._place, self.row_bits, entry.begin)
+
+    def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
+        self.fetch_tokens(entry.store, entry.chosen[:, :, :count].long())
+        return None, self.tokens
+
     def wait_all(self) -> None:
         """Until nothing is under way; what the thread raised for rows that nobody took is dropped with them."""
         for job in self._jobs.values():
@@ -478,10 +573,158 @@ class Prefetcher:
         self._jobs.clear()
         if self.cuda:
             torch.cuda.synchronize(self.device)
-        self.rows, self.blocks, self.tokens, self._staging = [], 0, None, {}
+        self.rows, self.blocks, self.tokens, self.scratch, self._index, self._staging = [], 0, None, None, [], {}
 
     def nbytes(self) -> dict[str, dict[str, int]]:
         gpu = {"critical rows": sum(plane.nbytes for rows in self.rows for plane in rows), "fetched tokens": sum(x.nbytes for x in self.tokens or ())}
+        gpu["scores"] = self.scratch.nbytes() if self.scratch is not None else 0
+        gpu["index tables"] = sum(x.nbytes for x in self._index) + self._place.nbytes if self._index else 0
         staging = [plane for rows in self._staging.get("rows", ()) for plane in rows]
         staging += [x for name in ("k", "v", "index") for x in self._staging.get(name, ())]
         return {"gpu": gpu, "host": {"staging": sum(x.nbytes for x in staging)}}
+
+
+class ZeroCopy:
+    """Brings rows from host stores to the GPU by kernels that read pinned host memory in place, on a side stream.
+
+    The same interface as `Prefetcher`, for the kernels only. With `resident` slots R for each KV head and layer, channel rows stay
+    where they are until their slot, the least recently used, is needed for another channel; with R = D all of them are there and
+    nothing is ever fetched. Without, two buffers take turns as in `Prefetcher`.
+
+    GPU bytes, with P the positions of whole chunks of 512 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
+    `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `kernels.Scratch`.
+    Nothing on the host.
+    """
+
+    def __init__(self, device: torch.device, row_bits: int = 16, resident: int = 0, layers: int = 1):
+        """`layers`: how many sparse layers there are."""
+        self.device, self.row_bits, self.resident, self.layers = device, row_bits, resident, layers
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.planes: list[list[Tensor]] = []  # of each sparse layer
+        self.blocks = 0  # that they hold
+        self.scratch: kernels.Scratch | None = None
+        self.complete = False  # all channels are resident
+        self.stale = True  # what is resident does not fit what is stored
+        self._brought: set[int] = set()
+
+    def reserve(self, like_k: Tensor, like_v: Tensor, channels: int, positions: int, topk: int) -> bool:
+        """Make room for rows of `positions` tokens, a multiple of 64; True if a buffer moved."""
+        if self.planes and self.blocks * BLOCK >= positions:
+            return False
+        self.wait_all()
+        head, D, device, n = like_k.shape[:2], like_k.shape[3], self.device, self.layers
+        self.blocks = whole_chunks(max(positions // BLOCK, self.blocks * 9 // 8))
+        self._head, self.complete, self.stale = (*head, topk), self.resident >= D, True
+        slots = min(max(self.resident, channels), D) if self.resident else channels
+        self.planes, G = [], self.scratch.G if self.scratch is not None else 0  # the old ones are freed first
+        self.scratch = kernels.Scratch(head, G, self.blocks * BLOCK, topk, device) if G else None
+        held = [[torch.empty(*head, slots, self.blocks * each, dtype=kind, device=device) for kind, each in row_planes(self.row_bits, like_k.dtype)] for _ in range(n if self.resident else 2)]
+        self.planes = [held[turn % len(held)] for turn in range(n)]
+        ints = {"dtype": torch.int32, "device": device}
+        self._index, self._slot, self._missing = ([torch.empty(*head, channels, **ints) for _ in range(n)] for _ in range(3))
+        self._held, self._stamp = [None] * n, [None] * n
+        if self.complete:
+            self._slot = self._index  # each channel has its place
+        elif self.resident:
+            self._held = [torch.full((*head, slots), -1, **ints) for _ in range(n)]
+            self._stamp = [torch.zeros(*head, slots, dtype=torch.int64, device=device) for _ in range(n)]
+        else:
+            self._slot = [torch.arange(channels, **ints).expand(*head, -1).contiguous()] * n
+        self._written = [Event(device) for _ in range(n)]
+        return True
+
+    def settle(self, stores: list[HostStore], begin: int, stop: int) -> None:
+        """Before a decode step: make what is resident fit what is stored, if it does not: positions `begin` to `stop - 1`."""
+        if not self.stale:
+            return
+        for turn, store in enumerate(stores):
+            store.table(self.device)
+            if self._held[turn] is not None:
+                self._held[turn].fill_(-1)
+            elif self.complete:
+                for slab, first, last in store.parts(begin, stop):
+                    held = slab.on_device(self.device)
+                    for plane, name in zip(self.planes[turn], ("channel rows", "channel ranges")):
+                        each = plane.shape[3] // self.blocks
+                        a, b, at = (x // BLOCK * each for x in (first, last, slab.start + first - begin))
+                        plane[..., at : at + b - a] = held[name][..., a:b]
+        self.stale = False
+
+    def extend(self, turn: int, planes: list[Tensor], at: int) -> None:
+        """A block has joined the host store: put its rows `[B, KV, D, elements]` behind those that are resident, as block `at`."""
+        if not self.resident:
+            return
+        for plane, new in zip(self.planes[turn], planes):
+            if self._held[turn] is not None:
+                new = new.gather(2, self._held[turn].long().clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, new.shape[3]))
+            each = new.shape[3]
+            plane[..., at * each : (at + 1) * each] = new
+
+    def scratch_for(self, G: int) -> kernels.Scratch:
+        """What the kernels write between scoring and attention, for groups of G query heads."""
+        if self.scratch is None:
+            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.device)
+        return self.scratch
+
+    def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
+        """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch those of their rows that are not there."""
+        turn = entry.turn
+        index, slot, missing = self._index[turn], self._slot[turn], self._missing[turn]
+        self._brought.add(layer)
+        if self.complete:
+            self._choose(entry, q, pos, index, slot, missing)
+            return
+        ready = Event(self.device)
+        ready.record()  # also behind the last reader of these rows: layers read them in turn, in the current stream
+        with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
+            ready.wait()
+            self._choose(entry, q, pos, index, slot, missing)
+            rows = kernels.Rows(self.planes[turn], index, slot, self.row_bits, entry.begin)
+            kernels.fetch_rows(entry.store.table(self.device), rows, missing if self.resident else None, entry.kmax.shape[2], pos, entry.recent)
+            self._written[turn].record()
+
+    def _choose(self, entry, q: Tensor, pos: Tensor, index: Tensor, slot: Tensor, missing: Tensor) -> None:
+        if entry.static is None:
+            kernels.choose_channels(q, entry.kmax, entry.authors, index, slot, missing, self._held[entry.turn], self._stamp[entry.turn], pos)
+        else:
+            index.copy_(entry.static.expand_as(index))
+
+    def brought(self, layer: int, entry, stop: int) -> kernels.Rows | None:
+        """The rows for the current stream; None if `layer` has none under way."""
+        if layer not in self._brought:
+            return None
+        self._brought.remove(layer)
+        if not self.complete:
+            self._written[entry.turn].wait()
+        return kernels.Rows(self.planes[entry.turn], self._index[entry.turn], self._slot[entry.turn], self.row_bits, entry.begin)
+
+    def done_with_rows(self, turn: int) -> None:
+        """Nothing to do, see `bring`."""
+
+    def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """For `kernels.gather_attention`: the slab table, through which it reads the rows itself."""
+        return entry.store.table(self.device), None
+
+    def wait_all(self) -> None:
+        self._brought.clear()
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        self.wait_all()
+        self.planes, self.blocks, self.scratch, self.stale = [], 0, None, True
+        self._index = self._slot = self._missing = self._held = self._stamp = []
+
+    def nbytes(self) -> dict[str, dict[str, int]]:
+        if not self.planes:
+            return {"gpu": {}, "host": {}}
+        tables = {x.data_ptr(): x.nbytes for x in (*self._index, *self._slot, *self._missing, *self._held, *self._stamp) if x is not None}
+        rows = {id(planes): sum(plane.nbytes for plane in planes) for planes in self.planes}
+        scores = self.scratch.nbytes() if self.scratch is not None else 0
+        return {"gpu": {"critical rows": sum(rows.values()), "index tables": sum(tables.values()), "scores": scores}, "host": {}}
+
+
+def whole_chunks(blocks: int) -> int:
+    """Blocks rounded up, since kernels read rows in whole chunks."""
+    return -(-blocks * BLOCK // kernels.Scratch.CHUNK) * kernels.Scratch.CHUNK // BLOCK

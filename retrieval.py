@@ -25,8 +25,9 @@ Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` hea
 import torch
 from torch import Tensor
 
+import kernels
 from attention import merge_attention, small_attention
-from offload import BLOCK, HostStore, Pinner, Prefetcher, block_sums, largest
+from offload import BLOCK, HostStore, Pinner, Prefetcher, ZeroCopy, block_sums, largest
 from quant import Ring
 
 # ------------------------------------------------------------------------------------------------------- the choice
@@ -88,7 +89,7 @@ class SparseLayer:
     counted by `Prefetcher`; host bytes by `HostStore`. With the tail, the sum of V `B * KV * Dv * 8`.
     """
 
-    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, tail: bool, pinner: Pinner, prefetcher: Prefetcher, turn: int):
+    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, tail: bool, pinner: Pinner, prefetcher: Prefetcher | ZeroCopy, turn: int):
         """`turn`: this layer's place among the sparse layers, which decides its row buffer."""
         self.sink_size, self.recent, self.channels, self.topk, self.authors, self.tail, self.turn = sink, recent, channels, topk, authors, tail, turn
         self.store, self.prefetcher = HostStore(pinner, prefetcher.row_bits), prefetcher
@@ -97,6 +98,15 @@ class SparseLayer:
         self.length = 0
         self.chosen: Tensor | None = None  # the last step's: index of fetched positions [B, KV, K]
         self._index: Tensor | None = None  # channels under way
+
+    @property
+    def begin(self) -> int:
+        """The position from which on channel rows are fetched: they come in whole blocks."""
+        return self.sink_size // BLOCK * BLOCK
+
+    def by_kernels(self, length: int) -> bool:
+        """Does a step that makes it `length` tokens run in the kernels of `kernels.py`? Once true it stays true while tokens are added."""
+        return self.topk > 0 and self.edge(length) > self.sink_size and kernels.usable(self.kmax.device)
 
     def edge(self, length: int) -> int:
         """Tokens on the host when `length` are stored."""
@@ -175,9 +185,15 @@ class SparseLayer:
         self._count(k, v, first)
         return k, v
 
-    def foresee(self, layer: int, q: Tensor, length: int) -> None:
-        """Choose channels for the step that makes it `length` tokens by the predicted query `[B, H, 1, D]`, and start their transfer."""
+    def foresee(self, layer: int, q: Tensor, length: int, pos: Tensor) -> None:
+        """Choose channels for the step that makes it `length` tokens by the predicted query `[B, H, 1, D]`, and start their transfer.
+
+        `pos`: int64 `[1]`, the same length less one, on the device.
+        """
         start, stop = self.sink_size, self.edge(length)
+        if self.by_kernels(length):
+            self.prefetcher.bring(layer, self, q, pos, stop)
+            return
         if stop - start <= self.topk or self.topk == 0:
             return  # every candidate is fetched, or none: nothing to choose
         self._index = self.channels_for(q)
@@ -188,8 +204,10 @@ class SparseLayer:
             return self.static.expand(q.shape[0], -1, -1).contiguous()
         return critical_channels(q, self.kmax, self.channels, self.authors)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor) -> Tensor:
         """Append k, v `[B, KV, 1, D]` as position `length - 1`; attend with q `[B, H, 1, D]` over sink, the chosen candidates and the window."""
+        if self.by_kernels(length):
+            return self._attend_by_kernels(layer, q, k, v, scale, length, pos)
         self.put_sink(length - 1, k, v)
         self.ring.write(length - 1, k, v)
         start, stop = self.sink_size, self.edge(length)
@@ -207,6 +225,23 @@ class SparseLayer:
             o, _ = merge_attention(o, lse, mean, left_out)
         return o.to(q.dtype)
 
+    def _attend_by_kernels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor) -> Tensor:
+        """What `attend` does, with nothing on the device depending on the host's `length`, so that a CUDA graph can hold it."""
+        kernels.append(k, v, self.ring.k, self.ring.v, pos)
+        q, (B, KV), stop = q.contiguous(), self.kmax.shape[:2], self.edge(length)
+        if self.chosen is None or self.chosen.shape != (B, KV, self.topk):
+            self.chosen = torch.empty(B, KV, self.topk, dtype=torch.int32, device=q.device)
+        rows = self.prefetcher.brought(layer, self, stop)
+        if rows is None:  # not foreseen: the channels are chosen, exactly, on the spot
+            self.prefetcher.bring(layer, self, q, pos, stop)
+            rows = self.prefetcher.brought(layer, self, stop)
+        scratch = self.prefetcher.scratch_for(q.shape[1] // KV)
+        kernels.score_and_select(q, rows, pos, scale, self.sink_size, self.recent, self.authors, scratch, self.chosen)
+        self.prefetcher.done_with_rows(self.turn)
+        table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size))
+        ring = (self.ring.k, self.ring.v)
+        return kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum)
+
     def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Positions `[B, KV, min(K, M)]` of the best candidates among start .. stop - 1, and, with the tail, the log-sum-exp
         `[B, H, 1]` of the other candidates' approximate scores."""
@@ -216,7 +251,8 @@ class SparseLayer:
         begin = start // BLOCK * BLOCK  # rows come in whole blocks
         rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
         if rows is None:  # layer 0 has no layer before it: its channels are chosen, exactly, on the spot
-            self.foresee(layer, q, stop + self.recent)
+            self._index = self.channels_for(q)
+            self.prefetcher.prefetch(layer, self.turn, self.store, self._index, begin, stop)
             rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
         scores = approximate_scores(q, self._index, rows[..., start - begin :], scale)
         self.prefetcher.done_with_rows(self.turn)
@@ -276,5 +312,6 @@ class SparseLayer:
                 "window": self.ring.k.nbytes + self.ring.v.nbytes,
                 "channel maxima": self.kmax.nbytes,
                 "value sums": self.vsum.nbytes if self.tail else 0,
+                "chosen tokens": self.chosen.nbytes if self.chosen is not None and self.chosen.dtype == torch.int32 else 0,
             }
         return {"gpu": gpu, "host": self.store.nbytes()}

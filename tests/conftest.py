@@ -21,6 +21,9 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: tests that ask for kernels run them on the CPU
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
