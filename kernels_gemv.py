@@ -91,7 +91,8 @@ class Tile(NamedTuple):
 TILES = {  # by kernel; measured on an H200 at the shapes of Llama-3.1-8B
     "norm_linear": Tile(2, 16384, 2, 8, 4, 256),
     "norm_gated": Tile(2, 16384, 2, 8, 3, 256),
-    "linear_add_": Tile(1, 16384, 2, 8, 3, 256),
+    "linear_add_": Tile(2, 16384, 2, 8, 4, 256),
+    "linear_add_ wide": Tile(1, 16384, 2, 8, 3, 256),  # more than 8,192 columns
     "head": Tile(4, 16384, 2, 8, 3, 256),  # norm_linear with one large matrix
 }
 
@@ -357,7 +358,7 @@ def linear_add_(h: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
     N, K = weight.shape
     if x.shape[-1] != K or h.shape[-1] != N or h.numel() != N:
         raise RuntimeError(f"h is {list(h.shape)}, x {list(x.shape)} and the weight {list(weight.shape)}")
-    each, options = _cut(TILES["linear_add_"], K, [N], x.device, x.element_size())
+    each, options = _cut(TILES["linear_add_" if K <= 8192 else "linear_add_ wide"], K, [N], x.device, x.element_size())
     _linear_add_kernel[(-(-N // each),)](h, x, weight, weight if bias is None else bias, N, BIAS=bias is not None, **options)
     return h
 
