@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attention import causal_attention
+from kernels_gemv import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
 from offload import BLOCK, Event, Job, Pinner, Prefetcher
 from quant import BITS, QuantLayer
 from retrieval import SparseLayer
@@ -115,6 +116,20 @@ class KVCache:
             ValueError: tensors that do not fit each other, the cache's device or what it holds, or more tokens than announced.
         """
         raise NotImplementedError
+
+    def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`attend` of a decode step's q and k, not yet rotated, by `cos, sin [1, D]`: a cache that can rotates where it writes."""
+        return self.attend(layer, *rotate_pair(q, k, cos, sin), v)
+
+    def capturable(self) -> bool:
+        """May a decode step be captured in a CUDA graph, once one has run? Then it reads no host number that changes but through `epoch`."""
+        return False
+
+    def replayed(self) -> None:
+        """A captured step ran in place of the `attend` calls: every layer has seen the announced token. Comes before `end`."""
+        if not self._decoding or self._pending != 1:
+            raise RuntimeError(f"replayed() without a decode step: {self._pending} tokens announced, decode={self._decoding}")
+        self._seen = [1] * self.num_layers
 
     def end(self) -> None:
         """Commit the call: `length` grows by its T tokens."""
@@ -282,12 +297,37 @@ class FullCache(KVCache):
         self.v: list[Tensor | None] = [None] * self.num_layers
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        if self._decoding and self._fused(k, v):
+            return self._decode(layer, q, k, v, None, None, scale)
         start = self._accept(layer, q, k, v)
         self._allocate(layer, k, v)
         stop = start + k.shape[2]
         self.k[layer][:, :, start:stop] = k
         self.v[layer][:, :, start:stop] = v
         return causal_attention(q, self.k[layer][:, :, :stop], self.v[layer][:, :, :stop], scale)
+
+    def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._fused(k, v) and self._mine():
+            return self._decode(layer, q, k, v, cos, sin, None)
+        return super().rotate_attend(layer, q, k, v, cos, sin)
+
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, scale: float | None) -> Tensor:
+        """Both kernels take the position from the device, so that a CUDA graph can hold them."""
+        self._accept(layer, q, k, v)
+        self._allocate(layer, k, v)
+        held = self.k[layer], self.v[layer]
+        q = rotate_append(q, k, v, cos, sin, *held, self.pos, held[0].shape[2])
+        return split_attention(q, *held, self.pos, scale)
+
+    def _fused(self, k: Tensor, v: Tensor) -> bool:
+        return max(k.shape[3], v.shape[3]) <= MAX_HEAD_DIM and usable(k.device)
+
+    def _mine(self) -> bool:
+        return getattr(self.attend, "__func__", None) is FullCache.attend  # who watches or replaces `attend` must be called
+
+    def capturable(self) -> bool:
+        pairs = zip(self.k, self.v)
+        return self.pos.is_cuda and self._mine() and all(k is not None and v is not None and self._fused(k, v) for k, v in pairs)
 
     def _allocate(self, layer: int, k: Tensor, v: Tensor) -> None:
         for buffers, new in ((self.k, k), (self.v, v)):

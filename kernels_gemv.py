@@ -564,9 +564,10 @@ def split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, sc
     B, H, _, D = q.shape
     KV, slots, Dv = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     scale = D**-0.5 if scale is None else scale
-    if max(D, Dv) > MAX_HEAD_DIM or not usable(q.device) or q.stride(-1) != 1 or not k_cache.is_contiguous() or not v_cache.is_contiguous():
+    if max(D, Dv) > MAX_HEAD_DIM or not usable(q.device) or not k_cache.is_contiguous() or not v_cache.is_contiguous():
         return _split_attention(q, k_cache, v_cache, pos, scale)
     power, G, splits, pdl = triton.next_power_of_2, H // KV, -(-slots // SPLIT), _pdl(q.device)
+    q = q if q.stride(-1) == 1 else q.contiguous()
     part = torch.empty(B * H, splits, Dv, dtype=torch.float32, device=q.device)
     stat = torch.empty(B * H, splits, 2, dtype=torch.float32, device=q.device)
     out = q.new_empty(B, H, 1, Dv)
