@@ -128,7 +128,7 @@ def test_split_attention(monkeypatch, dtype, B, KV, G, D, Dv):
     monkeypatch.setattr(kernels, "SPLIT", 32)
     monkeypatch.setattr(kernels, "SPLIT_TILE", (16, 4, 2))
     q = random(B, KV * G, 1, D, dtype=dtype)
-    for N in (1, 32, 33, 70):
+    for N in (1, 33, 70) if G < 9 else (33,):
         outs = []
         for slots in (N, 130):
             k, v = random(B, KV, 130, D, dtype=dtype, seed=1)[:, :, :slots].contiguous(), random(B, KV, 130, Dv, dtype=dtype, seed=2)[:, :, :slots].contiguous()
@@ -184,6 +184,29 @@ def test_without_triton_one_warning(monkeypatch):
         assert not any([kernels.usable(torch.device("cuda")) for _ in range(3)])
     assert len(caught) == 1
     kernels._warn_without_triton.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3-bias"])
+def test_a_decoded_token_is_the_twins(monkeypatch, make_checkpoint, family):
+    """Every kernel in its place in the layer: the right norm, bias, head; the query predicted for the next layer; odd head sizes."""
+    from cache import FullCache, TailorCache, TailorConfig
+    from model import Llama
+
+    cut(monkeypatch, 16, 16384, 2)
+    monkeypatch.setattr(kernels, "SPLIT", 32)
+    shapes = {"llama3": ("Llama", {"num_key_value_heads": 1, "head_dim": 8}), "qwen2": ("Qwen2", {"num_key_value_heads": 2}), "qwen3-bias": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 6, "attention_bias": True})}
+    cls, shape = shapes[family]
+    folder, _ = make_checkpoint(cls, num_attention_heads=4, hidden_size=16, intermediate_size=20, num_hidden_layers=2, vocab_size=40, pad_token_id=0, **shape)
+    model, ids = Llama.from_checkpoint(folder).to(DEVICE), torch.arange(30)[None] % 40
+    settings = TailorConfig.build(preset="longbench", sink=4, recent=8, topk=4, channels=2, dense_below=0)
+    for make in (lambda: FullCache(model.config, device=DEVICE), lambda: TailorCache(model.config, (0,), settings, DEVICE)):
+        outs = []
+        for force in (False, True):
+            monkeypatch.setattr(kernels, "FORCE", force)
+            with make() as cache:
+                model.prefill(ids[:, :29], cache)
+                outs.append(model.decode(ids[:, 29:].to(DEVICE), cache))
+        assert (outs[0] - outs[1]).abs().max() < 1e-4 and not torch.equal(*outs)
 
 
 # --------------------------------------------------------------------------------------------------------- real shapes
