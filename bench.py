@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import embedded
 from cache import CACHES, TailorCache, describe_caches, make_cache, parse_spec
 from calibrate import Plan, known_plan, plan_for
-from generate import _Parser, check_memory, parse_tokens, pick_device, pick_dtype, resolve
+from generate import Sampler, Sampling, Stepper, _Parser, check_memory, parse_tokens, pick_device, pick_dtype, resolve
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
 
 _LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
@@ -171,16 +171,19 @@ def floor(model: Llama, ceiling: dict, N: int) -> dict:
 class Ours:
     """This repository's decoder with one of its caches."""
 
-    def __init__(self, model: Llama, spec: str, plan: Plan | None = None):
-        self.name, self.model, self.spec, self.plan, self.cache = spec, model, spec, plan, None
+    def __init__(self, model: Llama, spec: str, plan: Plan | None = None, graph: bool = True):
+        self.name, self.model, self.spec, self.plan, self.graph, self.cache, self.step = spec, model, spec, plan, graph, None, None
 
     def prefill(self, ids: Tensor, room: int) -> Tensor:
         """Ids `[1, N]` on the host to the first token `[1, 1]` on the device, in a new cache with room for more."""
         self.cache = make_cache(self.spec, self.model.config, self.model.device, ids.shape[1] + room, self.plan)
-        return self.model.prefill(ids, self.cache).argmax(-1, keepdim=True)
+        logits = self.model.prefill(ids, self.cache)
+        token = logits.argmax(-1, keepdim=True)
+        self.step = Stepper(self.model, self.cache, Sampler(Sampling(), token, logits.shape[-1]), self.graph)
+        return token
 
     def decode(self, token: Tensor) -> Tensor:
-        return self.model.decode(token, self.cache).argmax(-1, keepdim=True)
+        return self.step(token)
 
     def kv_bytes(self) -> dict[str, int]:
         return {tier: sum(parts.values()) for tier, parts in self.cache.nbytes().items()}
@@ -188,7 +191,7 @@ class Ours:
     def close(self) -> None:
         if self.cache is not None:
             self.cache.close()
-        self.cache = None
+        self.cache = self.step = None
 
 
 class Peer:
@@ -378,6 +381,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=32, metavar="N", help=f"decode steps a run; fewer, but at least 3, where they take over {DECODE_BUDGET_S:.0f} s")
     add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: the checkpoint's own on a GPU, float32 on a CPU")
+    add("--no-graph", action="store_true", default=argparse.SUPPRESS, help="decode without CUDA graphs (default: with, where device and cache allow it)")
     add("--threads", type=int, default=argparse.SUPPRESS, metavar="N", help="CPU threads (default: PyTorch's choice)")
     add("--json", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="also save everything, every timing included, to this file")
     return parser
@@ -433,7 +437,7 @@ def run(args) -> int:
     if any(parse_spec(spec)[0] is TailorCache for spec in specs):  # random weights have nothing to classify: the built-in plan, or layer 0
         plan = plan_for(model, folder) if folder else known_plan(model)
         print(f"plan       quantised layers of tailor: {', '.join(map(str, plan.quantised if plan else [0])) or 'none'}")
-    variants: list[Ours | Peer] = [Ours(model, spec, plan) for spec in specs]
+    variants: list[Ours | Peer] = [Ours(model, spec, plan, "no_graph" not in args) for spec in specs]
     difference = None
     if "peer" in args:
         peer = load_peer(model, raw)

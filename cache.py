@@ -33,6 +33,7 @@ from torch import Tensor
 
 import kernels
 from attention import causal_attention
+from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
 from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_sums, encode_rows, largest
 from quant import BITS, QuantLayer
 from retrieval import SparseLayer
@@ -116,6 +117,20 @@ class KVCache:
             ValueError: tensors that do not fit each other, the cache's device or what it holds, or more tokens than announced.
         """
         raise NotImplementedError
+
+    def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`attend` of a decode step's q and k, not yet rotated, by `cos, sin [1, D]`: a cache that can rotates where it writes."""
+        return self.attend(layer, *rotate_pair(q, k, cos, sin), v)
+
+    def capturable(self) -> bool:
+        """May a decode step be captured in a CUDA graph, once one has run? Then it reads no host number that changes but through `epoch`."""
+        return False
+
+    def replayed(self) -> None:
+        """A captured step ran in place of the `attend` calls: every layer has seen the announced token. Comes before `end`."""
+        if not self._decoding or self._pending != 1:
+            raise RuntimeError(f"replayed() without a decode step: {self._pending} tokens announced, decode={self._decoding}")
+        self._seen = [1] * self.num_layers
 
     def end(self) -> None:
         """Commit the call: `length` grows by its T tokens."""
@@ -283,12 +298,37 @@ class FullCache(KVCache):
         self.v: list[Tensor | None] = [None] * self.num_layers
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        if self._decoding and self._fused(k, v):
+            return self._decode(layer, q, k, v, None, None, scale)
         start = self._accept(layer, q, k, v)
         self._allocate(layer, k, v)
         stop = start + k.shape[2]
         self.k[layer][:, :, start:stop] = k
         self.v[layer][:, :, start:stop] = v
         return causal_attention(q, self.k[layer][:, :, :stop], self.v[layer][:, :, :stop], scale)
+
+    def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._fused(k, v) and self._mine():
+            return self._decode(layer, q, k, v, cos, sin, None)
+        return super().rotate_attend(layer, q, k, v, cos, sin)
+
+    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, scale: float | None) -> Tensor:
+        """Both kernels take the position from the device, so that a CUDA graph can hold them."""
+        self._accept(layer, q, k, v)
+        self._allocate(layer, k, v)
+        held = self.k[layer], self.v[layer]
+        q = rotate_append(q, k, v, cos, sin, *held, self.pos, held[0].shape[2])
+        return split_attention(q, *held, self.pos, scale)
+
+    def _fused(self, k: Tensor, v: Tensor) -> bool:
+        return max(k.shape[3], v.shape[3]) <= MAX_HEAD_DIM and usable(k.device)
+
+    def _mine(self) -> bool:
+        return getattr(self.attend, "__func__", None) is FullCache.attend  # who watches or replaces `attend` must be called
+
+    def capturable(self) -> bool:
+        pairs = zip(self.k, self.v)
+        return self.pos.is_cuda and self._mine() and all(k is not None and v is not None and self._fused(k, v) for k, v in pairs)
 
     def _allocate(self, layer: int, k: Tensor, v: Tensor) -> None:
         for buffers, new in ((self.k, k), (self.v, v)):
@@ -499,7 +539,7 @@ class TailorCache(KVCache):
 
     def _new_dense(self) -> FullCache:
         dense = FullCache(self.config, device=self.pos.device, capacity=min(self.capacity, self.options.dense))
-        dense.pos = self.pos
+        dense.pos, self._dense_epoch = self.pos, -1
         return dense
 
     @property
@@ -541,6 +581,7 @@ class TailorCache(KVCache):
 
     def _leave_dense(self, tokens: int) -> None:
         """Hand what the inner cache holds over to the layers. It is kept until this call has ended."""
+        self.epoch += 1
         k, v = self.dense.k[0], self.dense.v[0]
         self._like = (k[:, :, :0], v[:, :, :0])
         self._reserve(tokens)
@@ -617,7 +658,8 @@ class TailorCache(KVCache):
         most, total, planes = largest(k), block_sums(v).squeeze(-2), encode_rows(k.transpose(-1, -2).contiguous(), self.options.row_bits)
         for i, (store, start, _, _) in enumerate(leaving):
             rows = [plane[i] for plane in planes]
-            store.table(k.device)  # a slab that is new in it
+            table = store._table
+            self.epoch += store.table(k.device) is not table  # which lists new slabs, and moves when it is full
             store.write_block(start, k[i], v[i], most[i], total[i], rows)
             self.prefetcher.extend(i, rows, (start - self.layers[self._sparse[i]].begin) // BLOCK)
 
@@ -634,10 +676,25 @@ class TailorCache(KVCache):
             return self._prefill(layer, q, k, v, scale, start)
         if isinstance(self.layers[layer], QuantLayer):
             return self.layers[layer].attend(q, k, v, scale, start + 1)
+        self._stored()
+        return self.layers[layer].attend(layer, q, k, v, scale, start + 1, self.pos)
+
+    def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        entry = self.layers[layer]
+        mine = getattr(self.attend, "__func__", None) is TailorCache.attend  # who watches or replaces `attend` must be called
+        if not mine or self._all_dense or self._like is None or isinstance(entry, QuantLayer) or not entry.by_kernels(self.length + 1):
+            return super().rotate_attend(layer, q, k, v, cos, sin)
+        self._accept(layer, q, k, v)
+        self._fits(k, v)
+        self._stored()
+        q = rotate_append(q, k, v, cos, sin, entry.ring.k, entry.ring.v, self.pos, entry.ring.size)
+        return entry.attend_by_kernels(layer, q, None, None, q.shape[3] ** -0.5, self.length + 1, self.pos)
+
+    def _stored(self) -> None:
+        """Blocks on their way to the host, and nobody gathers from it before."""
         if self._storing is not None:
             self._storing.result()
             self._storing = None
-        return self.layers[layer].attend(layer, q, k, v, scale, start + 1, self.pos)
 
     def _fits(self, k: Tensor, v: Tensor) -> None:
         if self._like is None:
@@ -699,6 +756,19 @@ class TailorCache(KVCache):
                     for scratch, held in zip(self._scratch[slot], (self.dense.k[layer], self.dense.v[layer])):
                         scratch[:, :, : self.length] = held[:, :, : self.length]
                 self._ready[slot].record(self._side)
+
+    def capturable(self) -> bool:
+        if self._all_dense:
+            self.epoch += self.dense.epoch - self._dense_epoch  # it grows on its own
+            self._dense_epoch = self.dense.epoch
+            return self.dense.capturable()
+        by_kernels = all(layer.by_kernels(self.length + 1) for layer in self._kinds()) and isinstance(self.prefetcher, ZeroCopy)
+        return self._cuda and self.dense is None and self._like is not None and by_kernels
+
+    def replayed(self) -> None:
+        super().replayed()
+        if self._all_dense:
+            self.dense.replayed()
 
     def end(self) -> None:
         if self._all_dense:

@@ -114,26 +114,80 @@ class Sampler:
 # ------------------------------------------------------------------------------------------------------- generate loop
 
 
+class Stepper:
+    """Decode steps of one answer, each from a token to the next: the model's step and the sampler's, as one CUDA graph where that can be.
+
+    The first step runs eagerly, since a capture allows neither compiling a kernel nor setting up a library. The second one is
+    captured and, like all that follow, replayed. When the cache's `epoch` says that a pointer or shape changed, that begins anew.
+    Nothing runs and no random number is drawn while a graph is captured, so tokens are the same with and without.
+    """
+
+    def __init__(self, model: Llama, cache: KVCache, sampler: Sampler, graph: bool = True):
+        self.model, self.cache, self.sampler, self.wanted = model, cache, sampler, graph
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.epoch = -1  # of the cache when a step last ran eagerly; the graph is of the same
+        self.token: Tensor | None = None  # the graph's input and output
+
+    @torch.no_grad()
+    def __call__(self, token: Tensor) -> Tensor:
+        """Token ids `[B, 1]` to the next ones, which are good until the next call."""
+        self.cache.begin(1, decode=True)
+        if not (self.wanted and self.cache.capturable() and self.epoch == self.cache.epoch):
+            self.graph = None  # its memory may be what the next one needs
+            logits = self.model.step(token, self.cache)
+            self.cache.end()
+            self.epoch = self.cache.epoch
+            return self.sampler(logits)
+        if self.graph is None:
+            try:
+                self._capture(token)
+            except RuntimeError as error:
+                warnings.warn(f"decoding without a CUDA graph, since capturing one failed: {str(error).splitlines()[0]}", stacklevel=2)
+                self.wanted = False
+                return self(token)  # the cache undoes the call that was begun
+        if token is not self.token:
+            self.token.copy_(token)
+        self.graph.replay()
+        self.cache.replayed()
+        self.cache.end()
+        return self.token
+
+    def _capture(self, token: Tensor) -> None:
+        graph, stream, state = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), self.sampler.generator.get_state()
+        static = token.clone()
+        graph.register_generator_state(self.sampler.generator)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may allocate meanwhile
+                static.copy_(self.sampler(self.model.step(static, self.cache)))
+        except BaseException:
+            # A capture that ended badly leaves its stream as the current one, and the generator in a state of its own.
+            torch.cuda.set_stream(stream)
+            self.sampler.generator = torch.Generator(token.device)
+            self.sampler.generator.set_state(state)
+            raise
+        self.graph, self.token = graph, static
+
+
 def generate(
-    model: Llama, cache: KVCache, ids: list[int], max_new_tokens: int, sampling: Sampling = Sampling(), stop_ids=(), progress=None, logits: Tensor | None = None
-) -> Iterator[int]:
+    model: Llama, cache: KVCache, ids: list[int], max_new_tokens: int, sampling: Sampling = Sampling(), stop_ids=(), progress=None, logits: Tensor | None = None,
+    graph: bool = True,
+) -> Iterator[int]:  # fmt: skip
     """Yield up to `max_new_tokens` token ids that follow the prompt `ids`; a stop id ends the answer and is not yielded.
 
     The prompt's part past `cache.length` is prefilled first; `logits [1, vocab]` are those that follow its last token, where
-    the cache holds all of it. Afterwards the cache holds every yielded token but the last.
+    the cache holds all of it. Afterwards the cache holds every yielded token but the last. `graph`: see `Stepper`.
     """
     device = model.device
     if logits is None:
         logits = model.prefill(torch.tensor([ids[cache.length :]], dtype=torch.int64), cache, progress)
     sampler = Sampler(sampling, torch.tensor([ids], device=device), logits.shape[-1])
-    for remaining in range(max_new_tokens, 0, -1):
-        token = sampler(logits)
+    step, token = Stepper(model, cache, sampler, graph), None
+    for _ in range(max_new_tokens):
+        token = sampler(logits) if token is None else step(token)
         value = int(token)  # the one wait for the device: this token is about to be shown
         if value in stop_ids:
             return
         yield value
-        if remaining > 1:
-            logits = model.decode(token, cache)
 
 
 class StopStrings:
@@ -167,6 +221,7 @@ class Session:
         self.logits: Tensor | None = None  # that follow the first `prefilled` of them, while the cache ends there
         self.prefilled = 0
         self.spec = ""  # what the cache is, for the summary
+        self.graph = True  # may decoding run as a CUDA graph
         self.clear_stats()
 
     def clear_stats(self) -> None:
@@ -210,7 +265,7 @@ class Session:
         times[0] += time.perf_counter() - paused
         stats = self.stats
         try:
-            for token in generate(self.model, self.cache, ids, max_new_tokens, sampling, self.tokenizer.stop_ids, logits=self.logits):
+            for token in generate(self.model, self.cache, ids, max_new_tokens, sampling, self.tokenizer.stop_ids, logits=self.logits, graph=self.graph):
                 times.append(time.perf_counter())
                 self.ids.append(token)
                 stats["new_tokens"] += 1
@@ -289,6 +344,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
     add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: the checkpoint's own on a GPU, float32 on a CPU")
+    add("--no-graph", action="store_true", default=argparse.SUPPRESS, help="no CUDA graph: launch every kernel of every step (default: a graph, where device and cache allow it)")
     add("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object instead of text (default: off)")
     return parser
 
@@ -571,6 +627,7 @@ def run(args) -> int:
         plan = plan_for(model, folder, getattr(args, "plan", None), tokenizer) if issubclass(parse_spec(spec)[0], TailorCache) else None
         session = Session(model, tokenizer, make_cache(spec, config, device, len(ids) + room if ids else 0, plan))
         session.spec = spec
+    session.graph = "no_graph" not in args
     with session.cache:
         if chatting:
             chat(session, args, ctx, sampling, prompt, messages, device)

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from kernels import linear_add_, norm_gated, norm_linear, rotate, usable
+
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # Yi, TinyLlama and SmolLM2 say "llama" in their config files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -237,12 +239,6 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     return inv_freq, float(scaling)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of `x [B, H, T, D]` by the angles behind `cos, sin [T, D]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 # ------------------------------------------------------------------------------------------------------ the decoder
 
 
@@ -275,12 +271,20 @@ class Attention(nn.Module):
 
     def query(self, x: Tensor) -> Tensor:
         """`[B, T, hidden]` to un-rotated queries `[B, H, T, D]`."""
-        return self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))).transpose(1, 2)
+        return self.query_heads(self.q_proj(x))
+
+    def query_heads(self, q: Tensor) -> Tensor:
+        return self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim))).transpose(1, 2)
+
+    def key_heads(self, k: Tensor) -> Tensor:
+        return self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim))).transpose(1, 2)
+
+    def value_heads(self, v: Tensor) -> Tensor:
+        return v.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
 
     def forward(self, x: Tensor, layer: int, cache, cos: Tensor, sin: Tensor) -> Tensor:
         q = self.query(x)
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))).transpose(1, 2)
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        k, v = self.key_heads(self.k_proj(x)), self.value_heads(self.v_proj(x))
         if cache.rotary == "model":
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         o = cache.attend(layer, q, k, v)  # [B, H, T, D]
@@ -310,6 +314,27 @@ class DecoderLayer(nn.Module):
         """Add this layer's output to `h [B, T, hidden]` in place."""
         h += self.self_attn(self.input_layernorm(h), layer, cache, cos, sin)
         h += self.mlp(self.post_attention_layernorm(h))
+
+    def decode(self, h: Tensor, layer: int, cache, cos: Tensor, sin: Tensor, following: "DecoderLayer | None" = None) -> None:
+        """`forward` of one token, `h [1, 1, hidden]`, in as many kernels as there are matrices to wait for.
+
+        following: the next layer, where the cache wants its query predicted.
+        """
+        norm, a = self.input_layernorm, self.self_attn
+        ahead = None
+        if following is not None:
+            other = following if cache.predicts_with == "own" else self
+            ahead = (other.input_layernorm.weight, following.self_attn.q_proj.weight, following.self_attn.q_proj.bias)
+        projections = (a.q_proj, a.k_proj, a.v_proj)
+        q, k, v, *guess = norm_linear(h, norm.weight, norm.eps, [p.weight for p in projections], [p.bias for p in projections], ahead)
+        if following is not None:
+            cache.foresee(layer + 1, rotate(following.self_attn.query_heads(*guess), cos, sin))
+        q, k, v = a.query_heads(q), a.key_heads(k), a.value_heads(v)
+        o = cache.rotate_attend(layer, q, k, v, cos, sin) if cache.rotary == "model" else cache.attend(layer, q, k, v)
+        linear_add_(h, o.transpose(1, 2).flatten(2), a.o_proj.weight, a.o_proj.bias)
+        norm, mlp = self.post_attention_layernorm, self.mlp
+        x = norm_gated(h, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.gate_proj.bias, mlp.up_proj.bias)
+        linear_add_(h, x, mlp.down_proj.weight, mlp.down_proj.bias)
 
 
 class Llama(nn.Module):
@@ -391,11 +416,18 @@ class Llama(nn.Module):
         cache.rotate = self.rotate_at
         h = self.embed_tokens(ids)
         cos, sin = self.rope(cache.pos)
+        fused = h.shape[0] == 1 and usable(h.device)
         for number, layer in enumerate(self.layers):
-            if number + 1 < len(self.layers) and cache.wants(number + 1):
+            predict = number + 1 < len(self.layers) and cache.wants(number + 1)
+            if fused:
+                layer.decode(h, number, cache, cos, sin, self.layers[number + 1] if predict else None)
+                continue
+            if predict:
                 cache.foresee(number + 1, self.predict_query(number + 1, h, cos, sin, cache.predicts_with))
             layer(h, number, cache, cos, sin)
         cache.pos += 1
+        if fused:
+            return norm_linear(h[:, -1], self.norm.weight, self.norm.eps, [self.lm_head.weight])[0]
         return self.lm_head(self.norm(h[:, -1]))
 
     def predict_query(self, layer: int, h: Tensor, cos: Tensor, sin: Tensor, norm: str = "own") -> Tensor:

@@ -207,7 +207,7 @@ class SparseLayer:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor) -> Tensor:
         """Append k, v `[B, KV, 1, D]` as position `length - 1`; attend with q `[B, H, 1, D]` over sink, the chosen candidates and the window."""
         if self.by_kernels(length):
-            return self._attend_by_kernels(layer, q, k, v, scale, length, pos)
+            return self.attend_by_kernels(layer, q, k, v, scale, length, pos)
         self.put_sink(length - 1, k, v)
         self.ring.write(length - 1, k, v)
         start, stop = self.sink_size, self.edge(length)
@@ -225,9 +225,10 @@ class SparseLayer:
             o, _ = merge_attention(o, lse, mean, left_out)
         return o.to(q.dtype)
 
-    def _attend_by_kernels(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor) -> Tensor:
-        """What `attend` does, with nothing on the device depending on the host's `length`, so that a CUDA graph can hold it."""
-        kernels.append(k, v, self.ring.k, self.ring.v, pos)
+    def attend_by_kernels(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, length: int, pos: Tensor) -> Tensor:
+        """What `attend` does (k None: the token is in the ring already), with nothing on the device depending on the host's `length`, so that a CUDA graph can hold it."""
+        if k is not None:
+            kernels.rotate_append(q, k, v, None, None, self.ring.k, self.ring.v, pos, self.ring.size)
         q, (B, KV), stop = q.contiguous(), self.kmax.shape[:2], self.edge(length)
         if self.chosen is None or self.chosen.shape != (B, KV, self.topk):
             self.chosen = torch.empty(B, KV, self.topk, dtype=torch.int32, device=q.device)

@@ -21,8 +21,8 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: tests that ask for kernels run them on the CPU
+if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, where a test forces them; read when Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -365,6 +365,22 @@ def test_more_tokens_than_announced(bare):
         bare.attend(0, *tensors(4))
 
 
+def test_replayed_stands_for_the_attend_calls(bare):
+    """A replayed graph runs no `attend`: the step must be committed all the same, and only a step that was announced as one."""
+    bare.begin(4)
+    with pytest.raises(RuntimeError, match="without a decode step"):
+        bare.replayed()
+    for layer in range(2):
+        bare.attend(layer, *tensors(4))
+    bare.end()
+    with pytest.raises(RuntimeError, match="without a decode step"):
+        bare.replayed()
+    bare.begin(1, decode=True)
+    bare.replayed()
+    bare.end()
+    assert bare.length == 5 and not bare.capturable()
+
+
 @pytest.mark.parametrize("given", [(), (4,), (4, 3), (3, 3)])
 def test_end_of_half_a_call(bare, given):
     """A layer that was skipped, or got fewer tokens, must not be committed."""

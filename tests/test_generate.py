@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import generate as program
 from cache import CACHES, FullCache
-from generate import Sampler, Sampling, Session, StopStrings, fit, generate, parse_tokens
+from generate import Sampler, Sampling, Session, Stepper, StopStrings, fit, generate, parse_tokens
 from model import Llama
 from tokenizer import Tokenizer
 
@@ -240,6 +240,69 @@ def test_max_new_tokens_is_exact_and_wastes_no_step(loaded, n):
     out = list(generate(model, cache, IDS, n))
     assert len(out) == n and cache.length == len(IDS) + max(0, n - 1)
     assert out == list(generate(model, FullCache(model.config), IDS, 20))[:n]
+
+
+class Replay:
+    """Stands in for a CUDA graph on a CPU: captures nothing, and runs the step when it is replayed."""
+
+    def __init__(self, step, token, fail):
+        if fail:
+            step.cache.attend(0, *(torch.zeros(1, heads, 1, 24) for heads in (4, 2, 2)))  # half of the step has been seen
+            raise fail
+        self.token = token.clone()
+        self.replay = lambda: self.token.copy_(step.sampler(step.model.step(self.token, step.cache)))
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Makes `Stepper` use `Replay`; `capturing.fail` is raised by the next capture, `capturing.epochs` are those captured."""
+    state = types.SimpleNamespace(fail=None, epochs=[])
+
+    def capture(step, token):
+        fail, state.fail = state.fail, None
+        step.graph = Replay(step, token, fail)
+        step.token, step.epoch = step.graph.token, step.cache.epoch
+        state.epochs.append(step.epoch)
+
+    monkeypatch.setattr(Stepper, "_capture", capture)
+    monkeypatch.setattr(FullCache, "capturable", lambda self: True)
+    return state
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=5, repetition_penalty=1.2)])
+def test_replayed_steps_give_the_same_tokens(loaded, capturing, sampling):
+    """A step run twice, a token lost between graph and loop, a graph kept although the buffers it points to were replaced."""
+    model, cache = loaded[0], FullCache(loaded[0].config, capacity=len(IDS) + 12)
+    plain = list(generate(model, FullCache(model.config), IDS, 120, sampling, graph=False))
+    assert not capturing.epochs
+    assert list(generate(model, cache, IDS, 120, sampling)) == plain and cache.length == len(IDS) + 119
+    assert len(capturing.epochs) == len(set(capturing.epochs)) == 3  # one, and one for each time the cache grew
+
+
+def test_a_failed_capture_falls_back(loaded, capturing):
+    """A driver that cannot capture must cost speed, not the answer; and say so once."""
+    model, cache = loaded[0], FullCache(loaded[0].config)
+    capturing.fail = RuntimeError("operation not permitted when stream is capturing")
+    with pytest.warns(UserWarning, match="without a CUDA graph.*not permitted") as caught:
+        out = list(generate(model, cache, IDS, 20))
+    assert out == list(generate(model, FullCache(model.config), IDS, 20, graph=False)) and len(caught) == 1 and not capturing.epochs
+
+
+def test_an_interrupted_capture_has_not_happened(loaded, capturing):
+    """Ctrl-C while the graph is captured, then the answer goes on."""
+    model, cache = loaded[0], FullCache(loaded[0].config)
+    plain = torch.tensor(list(generate(model, FullCache(model.config), IDS, 20, graph=False)))
+    logits = model.prefill(torch.tensor([IDS]), cache)
+    sampler = Sampler(Sampling(), torch.tensor([IDS]), logits.shape[-1])
+    step, tokens = Stepper(model, cache, sampler), [sampler(logits)]
+    for i in range(19):
+        if i in (1, 2):
+            capturing.fail = KeyboardInterrupt()
+            step.graph = None
+            with pytest.raises(KeyboardInterrupt):
+                step(tokens[-1])
+        tokens.append(step(tokens[-1]).clone())
+    assert torch.equal(torch.cat(tokens, 1)[0], plain)
 
 
 def test_reply_text_is_the_decoded_ids(session, loaded):

@@ -4,9 +4,11 @@
 import pytest
 import torch
 
+import kernels
 import offload
 from attention import causal_attention
 from cache import FullCache, TailorCache
+from generate import Sampling, Stepper, generate
 from test_tailor import Driver, options, same, state, tiny, tokens
 
 pytestmark = pytest.mark.gpu
@@ -168,3 +170,72 @@ def test_logits_on_cuda_are_the_cpus():
                 got = [model.prefill(ids[:, :300], cache), model.prefill(ids[:, 300:399], cache), model.decode(ids[:, 399:].cuda(), cache)]
             for a, b in zip(expected, got):
                 assert (a - b.cpu()).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3, seed=3)])
+def test_a_graph_gives_the_tokens_of_eager_steps(monkeypatch, dtype, sampling):
+    """A host number or pointer baked into the graph, a random number drawn by the capture; over two growths of the cache."""
+    model, ids, captures, plain = tiny().to("cuda", dtype), tokens(50)[0].tolist(), [], Stepper._capture
+    monkeypatch.setattr(Stepper, "_capture", lambda self, token: (captures.append(self.cache.epoch), plain(self, token)))
+    outs = []
+    for graph in (False, True, True):
+        with FullCache(model.config, device="cuda:0", capacity=60) as cache:
+            outs.append(list(generate(model, cache, ids, 120, sampling, graph=graph)))
+            assert cache.length == 169 and cache.pos.tolist() == [169]
+    assert outs[0] == outs[1] == outs[2] and len(captures) == 6
+    assert len(set(outs[0])) > 5 or sampling.temperature == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, "sync"])
+def test_a_capture_that_fails_leaves_nothing(monkeypatch, error):
+    """Ctrl-C, an error, or an operation that no capture allows: stream, generator, cache and token as before it."""
+    model, ids, sampling = tiny().to("cuda"), tokens(50)[0].tolist(), Sampling(temperature=0.8, seed=3)
+    with FullCache(model.config, device="cuda:0") as cache:
+        plain = list(generate(model, cache, ids, 30, sampling, graph=False))
+    attend, stream = FullCache._decode, torch.cuda.current_stream()
+
+    def fails(self, layer, *arguments):
+        if layer == 2 and torch.cuda.is_current_stream_capturing():
+            monkeypatch.setattr(FullCache, "_decode", attend)
+            if error == "sync":
+                self.pos.item()
+            raise error("stopped")
+        return attend(self, layer, *arguments)
+
+    monkeypatch.setattr(FullCache, "_decode", fails)
+    with FullCache(model.config, device="cuda:0") as cache:
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                list(generate(model, cache, ids, 30, sampling))
+            cache.crop(0)
+            out = list(generate(model, cache, ids, 30, sampling))
+        else:
+            with pytest.warns(UserWarning, match="without a CUDA graph"):
+                out = list(generate(model, cache, ids, 30, sampling))
+    assert torch.cuda.current_stream() == stream and out == plain
+
+
+def test_decoding_on_cuda_never_calls_what_is_watched_past(monkeypatch):
+    """A cache whose `attend` is replaced, as the evaluations do, is asked at every layer, and not captured."""
+    model, ids, seen = tiny().to("cuda"), tokens(50)[0].tolist(), []
+    with FullCache(model.config, device="cuda:0") as cache:
+        plain = list(generate(model, cache, ids, 10))
+    with FullCache(model.config, device="cuda:0") as cache:
+        attend = cache.attend
+        cache.attend = lambda layer, *arguments: (seen.append(layer), attend(layer, *arguments))[1]
+        assert not cache.capturable() and list(generate(model, cache, ids, 10)) == plain
+    assert len(seen) == 10 * 4
+
+
+@pytest.mark.parametrize("plan", [(), (0, 2)])
+def test_fused_steps_are_the_plain_ones(monkeypatch, plan):
+    """Every kernel in its place, the predicted query among them: float32 logits within rounding of the twins'."""
+    model, ids, outs = tiny().to("cuda"), tokens(320), []
+    for force in (None, False):
+        monkeypatch.setattr(kernels, "FORCE", force)
+        for make in (FullCache, lambda config, device: TailorCache(config, plan, options(dense_below=0), device)):
+            with make(model.config, device="cuda:0") as cache:
+                model.prefill(ids[:, :300], cache)
+                outs.append(torch.cat([model.decode(ids[:, t : t + 1].cuda(), cache) for t in range(300, 320)]))
+    assert (outs[0] - outs[2]).abs().max() < 1e-3 and (outs[1] - outs[3]).abs().max() < 1e-2

@@ -13,9 +13,9 @@ DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
-def on_cpu(monkeypatch):
+def everywhere(monkeypatch):
     """Kernels run on CPU tensors too, and memory that nobody wrote holds NaN."""
-    monkeypatch.setattr(kernels, "on_cpu", not torch.cuda.is_available())
+    monkeypatch.setattr(kernels, "FORCE", True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
@@ -82,7 +82,7 @@ def test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch):
     """The same outputs within rounding, and the same bytes in both tiers, whether kernels or plain PyTorch do the work."""
     calls = [("turn", 90), ("decode", 3), ("crop", 320), ("decode", 66)] if device == "cuda" else [("crop", 303), ("turn", 14), ("decode", 3)]
     ours, held, _ = drive(device, options(prefetch="uva", **setting), calls=calls, **shape)
-    monkeypatch.setattr(kernels, "usable", lambda device: False)
+    monkeypatch.setattr(kernels, "FORCE", False)
     plain, expected, _ = drive(device, options(prefetch="thread", **setting), calls=calls, **shape)
     for i, (a, b) in enumerate(zip(ours, plain)):
         assert (a - b).abs().max() < 1e-3, i
@@ -112,13 +112,13 @@ def test_all_rows_resident_is_the_true_querys_choice(device, monkeypatch):
     """resident = D on a GPU and on a machine that knows no resident rows: the same channels, since neither predicts them."""
     setting = {"row_bits": 4, "tail": True, "aggregation": "mean", "resident": 40}
     ours, _, _ = drive(device, options(prefetch="uva", **setting), G=2, D=40, plan=())
-    monkeypatch.setattr(kernels, "usable", lambda device: False)
+    monkeypatch.setattr(kernels, "FORCE", False)
     plain, _, _ = drive(device, options(prefetch="thread", **setting), G=2, D=40, plan=())
     for a, b in zip(ours, plain):
         assert (a - b).abs().max() < 1e-3
 
 
 def test_uva_is_refused_where_it_cannot_be(monkeypatch):
-    monkeypatch.setattr(kernels, "on_cpu", False)
+    monkeypatch.setattr(kernels, "FORCE", None)
     with pytest.raises(ValueError, match="prefetch=uva needs a GPU with Triton"):
         TailorCache(Driver().config, (0,), options(prefetch="uva"))
