@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import merge_attention, small_attention
+import kernels_quant as kernels
 
 BITS = (1, 2, 4, 8)
 
@@ -110,6 +110,16 @@ def dequantise(codes: Tensor, scale: Tensor, zero: Tensor, group: int) -> Tensor
     return torch.addcmul(zero.float().unsqueeze(-1), padded, scale.float().unsqueeze(-1)).flatten(-2)[..., :n]
 
 
+def decode_blocks(codes: list[Tensor], ranges: list[Tensor], first: int, last: int, bits: int, group: int, width: int) -> tuple[Tensor, Tensor]:
+    """Blocks first .. last - 1 of a `QuantLayer` as float32 K and V, `[B, KV, n * group, D]` and `[B, KV, n * group, width]`."""
+    blocks = slice(first, last)
+    scale, zero = ranges[0][:, :, blocks].unbind(3)  # [B, KV, n, D]
+    k = dequantise(unpack(codes[0][:, :, blocks], bits, group), scale.unsqueeze(-1), zero.unsqueeze(-1), group)
+    scale, zero = ranges[1][:, :, blocks].unbind(3)  # [B, KV, n, group, W]
+    v = dequantise(unpack(codes[1][:, :, blocks], bits, width), scale, zero, group)
+    return k.transpose(3, 4).flatten(2, 3), v.flatten(2, 3)
+
+
 # ------------------------------------------------------------------------------------------------- the 16-bit tail
 
 
@@ -144,6 +154,12 @@ class Ring:
         self.start = max(self.start, stop - self.size)  # first: an interrupt may come between the two copies
         self.k.index_copy_(2, slots, k[:, :, first - start :])
         self.v.index_copy_(2, slots, v[:, :, first - start :])
+
+    def append(self, pos: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store `[B, KV, 1, D]` at the position that the device tensor `pos`, int64 `[1]`, holds; `start` is the caller's to move."""
+        slot = pos % self.size
+        self.k.index_copy_(2, slot, k)
+        self.v.index_copy_(2, slot, v)
 
     def save(self, length: int) -> None:
         """Remember the content as it is at `length` tokens, before a call that may not end overwrites it."""
@@ -256,12 +272,8 @@ class QuantLayer:
 
         V has the shift added: the weights of an attention sum to 1, so each output gets it once for the mass of its coded part.
         """
-        g, blocks, D = self.group, slice(first, last), self.ring.v.shape[3]
-        scale, zero = self.ranges[0][:, :, blocks].unbind(3)  # [B, KV, n, D]
-        k = dequantise(unpack(self.codes[0][:, :, blocks], self.bits, g), scale.unsqueeze(-1), zero.unsqueeze(-1), g)
-        scale, zero = self.ranges[1][:, :, blocks].unbind(3)  # [B, KV, n, group, W]
-        v = dequantise(unpack(self.codes[1][:, :, blocks], self.bits, D), scale, zero, g).flatten(2, 3)
-        return k.transpose(3, 4).flatten(2, 3), v + self.shift if self.correct or self.centre else v
+        k, v = decode_blocks(self.codes, self.ranges, first, last, self.bits, self.group, self.ring.v.shape[3])
+        return k, v + self.shift if self.correct or self.centre else v
 
     # -- prefill
 
@@ -285,21 +297,25 @@ class QuantLayer:
     def age(self, length: int) -> None:
         """Before a decode step that makes it `length` tokens: code the block that leaves the tail, if one does."""
         first, last = self.edge(length - 1), self.edge(length)
+        self.ring.start = max(self.ring.start, length - self.ring.size)  # here: a replayed graph runs no more of the host's code
         if last > first:
             self._advance(first, last, *self.ring.read(first, last), self.ring.read(0, self.centre)[1] if first == 0 else None)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor | None = None) -> Tensor:
         """Append k, v `[B, KV, 1, D]` as position `length - 1` and attend with q `[B, H, 1, D]` over all `length` tokens.
 
-        Codes are decoded `CHUNK` blocks at a time with a running softmax; the layer is never decoded into memory.
+        With `pos`, int64 `[1]` on the device, and kernels for it, the position comes from there: no host number is in what
+        is launched, so that it may be captured in a graph. `age(length)` belongs before each replay as before each call.
         """
+        shift = self.shift if self.correct or self.centre else None
+        layout = (self.bits, self.group, self.residual, self.centre)
+        if kernels.usable(q.device) and q.dtype == self.ring.k.dtype == self.ring.v.dtype and kernels.decodes(q.dtype, self.bits, self.group):
+            if pos is None:
+                pos = torch.full((1,), length - 1, device=q.device)
+            self.ring.append(pos, k, v)
+            return kernels.quant_decode(q, self.codes, self.ranges, shift, self.ring.k, self.ring.v, pos, scale, *layout)
         self.ring.write(length - 1, k, v)
-        edge, g = self.edge(length), self.group
-        o, lse = small_attention(q, *self.ring.read(edge, length), scale)
-        for first in range(0, edge // g, self.CHUNK):
-            part = small_attention(q, *self._decode(first, min(first + self.CHUNK, edge // g)), scale)
-            o, lse = merge_attention(o, lse, *part)
-        return o.to(q.dtype)
+        return kernels.quant_decode_plain(q, self.codes, self.ranges, shift, self.ring.k, self.ring.v, length - 1, scale, *layout)
 
     # -- between calls
 

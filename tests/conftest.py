@@ -21,6 +21,10 @@ os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 import pytest
 import torch
 
+# Kernels are tested on CPU tensors by Triton's interpreter, which is chosen when they are defined. It is slow: see `plain_on_cpu`.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -69,6 +73,15 @@ COMMON = {"rms_norm_eps": 0.02, "hidden_size": 96, "intermediate_size": 172, "nu
 
 # Tiny tensors: a second thread only waits for the first, and on a busy machine for long. test_smollm2.py takes all cores.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def plain_on_cpu(monkeypatch):
+    """On a CPU tests take the twins, as the program does, and not the interpreter; a test of kernels sets `force` itself."""
+    import kernels_quant
+
+    if kernels_quant.INTERPRETED:
+        monkeypatch.setattr(kernels_quant, "force", False)
 
 
 def pytest_collection_modifyitems(items):
