@@ -106,7 +106,7 @@ def decodes(dtype: torch.dtype, bits: int, group: int) -> bool:
     return dtype in (torch.float16, torch.bfloat16, torch.float32) and bits in (1, 2, 4, 8) and group in (16, 32, 64, 128)
 
 
-def _launch_decode(q, codes, ranges, shift, ring_k, ring_v, pos, scale, bits, group, residual, centre, blocks=8, tile=32, warps=1, stages=1, combine=64):
+def _launch_decode(q, codes, ranges, shift, ring_k, ring_v, pos, scale, bits, group, residual, centre, blocks=8, tile=32, warps=1, stages=1, combine=64, registers=None):
     """`quant_decode` by the kernels. `blocks`: coded blocks a program; `tile`: ring tokens a program."""
     B, H, T, D = q.shape
     KV, P, Dv = codes[0].shape[1], codes[0].shape[2], ring_v.shape[3]
@@ -146,7 +146,7 @@ def _launch_decode(q, codes, ranges, shift, ring_k, ring_v, pos, scale, bits, gr
         q, _masks(bits, q.device), *held, q if shift is None else shift, pos, part, lse, *strides, scale * 1.4426950408889634,  # base 2: one exp2 a score
         residual, centre, size, splits, tails, P,
         G=G, D=D, DV=Dv, BITS=bits, GROUP=group, GP=GP, WP=WP, BD=max(16, power(D)), BDV=max(16, power(Dv)), VB=power(-(-Dv * bits // 8)),
-        BLOCKS=blocks, TILE=tile, SHIFTED=shift is not None, EXACT=exact, NATIVE=not INTERPRETED, num_warps=4 if exact else warps, num_stages=stages,
+        BLOCKS=blocks, TILE=tile, SHIFTED=shift is not None, EXACT=exact, NATIVE=not INTERPRETED, num_warps=4 if exact else warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     width = min(32, max(16, power(Dv)))
     _decode_join[(B * H, -(-Dv // width))](part, lse, out, splits, DV=Dv, WIDTH=width, SPLITS=combine, num_warps=4)
