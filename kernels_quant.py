@@ -336,3 +336,141 @@ def _decode_join(part, lse, out, splits, DV: tl.constexpr, WIDTH: tl.constexpr, 
         acc = acc * alpha + tl.sum(o * share[:, None], 0)
         most = new
     tl.store(out + row * DV + c, acc / total, mask=c < DV)
+
+
+# ------------------------------------------------------------------------------------------------------ quantise and pack
+
+
+def quant_encode_plain(x, per_channel, codes, ranges, first, bits, group, levels, mean=None, sums=None):
+    """The twin of `quant_encode`, from `quant.quantise` and `quant.pack`, 64 blocks at a time: float32 temporaries of a bounded size."""
+    for at in range(0, x.shape[2], 64 * group):
+        part = x[:, :, at : at + 64 * group].float()
+        part = (part if mean is None else part - mean).unflatten(2, (-1, group))
+        blocks = slice(first + at // group, first + at // group + part.shape[2])
+        found, scale, zero = quant.quantise(part.transpose(3, 4) if per_channel else part, bits, group, levels)
+        codes[:, :, blocks] = quant.pack(found, bits)
+        both = torch.stack((scale, zero), 3)  # [B, KV, n, 2, rows, groups of a row]
+        ranges[:, :, blocks] = both.squeeze(-1) if per_channel else both
+        if sums is not None:
+            sums[:, :, blocks] = quant.tree_sum(part - quant.dequantise(found, scale, zero, group), 3)
+
+
+def quant_encode(
+    x: Tensor,
+    per_channel: bool,
+    codes: Tensor,
+    ranges: Tensor,
+    first: int,
+    bits: int,
+    group: int,
+    levels: str,
+    mean: Tensor | None = None,
+    sums: Tensor | None = None,
+) -> None:
+    """Quantise and pack whole blocks of a `quant.QuantLayer` in one pass, into blocks first .. first + n - 1: the twin's bytes.
+
+    Args:
+        x: `[B, KV, n * group, D]`, K if `per_channel`, else V.
+        codes, ranges: the layer's, `[B, KV, P, ...]`, of K or of V; see `quant_decode`.
+        levels: "minmax" or "lloyd", see `quant.quantise`.
+        mean: float32 `[B, KV, 1, D]`, subtracted from V before; None: nothing.
+        sums: float32 `[B, KV, P, D]`, gets V - decoded V summed over each block; None: not wanted.
+
+    Raises:
+        ValueError: a group that is not whole in x.
+    """
+    if x.shape[2] % group:
+        raise ValueError(f"{x.shape[2]} tokens are not whole blocks of {group}")
+    B, KV, T, D = x.shape
+    rows = D if per_channel else group
+    stored = codes[0, 0, 0].is_contiguous() and ranges[0, 0, 0].is_contiguous() and (sums is None or sums.stride(3) == 1)
+    if not (usable(x.device) and decodes(x.dtype, bits, group) and stored):
+        quant_encode_plain(x, per_channel, codes, ranges, first, bits, group, levels, mean, sums)
+        return
+    tile = min(32, 1 << max(D - 1, 0).bit_length()) if per_channel else group  # channels a program; V's sums want all of a block's tokens
+    tiles, W = -(-rows // tile), 1 if per_channel else -(-D // group)
+    if T == 0:
+        return
+    mean = None if mean is None else mean.contiguous()
+    _encode_blocks[(T // group * tiles * W, KV, B)](
+        x, x if mean is None else mean, codes, ranges, x if sums is None else sums,
+        *x.stride(), *codes.stride()[:3], *ranges.stride()[:3], *((0, 0, 0) if sums is None else sums.stride()[:3]), first, tiles,
+        ROWS=rows, WIDTH=group if per_channel else D, TILE=tile, W=W, BITS=bits, GROUP=group, LLOYD=levels == "lloyd",
+        KEYS=per_channel, CENTRED=mean is not None, SUMS=sums is not None, num_warps=4,
+        enable_fp_fusion=False,  # a fused multiply-add rounds once where the twin rounds twice
+    )  # fmt: skip
+
+
+@triton.jit
+def _tree_sum(x):
+    """`quant.tree_sum` over the last dimension of `[rows, n]`, n a power of two."""
+    for _ in tl.static_range(7):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def _assign(x, mean, zero, scale, BITS: tl.constexpr, SIDES: tl.constexpr):
+    """`quant._assign` of `x [rows, n]`, as float32."""
+    flat = scale == 0
+    if SIDES:
+        codes = tl.where(x > mean[:, None], 1.0, 0.0)
+    else:
+        codes = tl.floor(tl.div_rn(x - zero[:, None], tl.broadcast_to(tl.where(flat, 1.0, scale)[:, None], x.shape)) + 0.5)
+        codes = tl.minimum(tl.maximum(codes, 0.0), 2**BITS - 1.0)
+    return tl.where(flat[:, None], 0.0, codes)
+
+
+@triton.jit
+def _encode_blocks(
+    x, mean, codes, ranges, sums,
+    x_b, x_h, x_t, x_d, c_b, c_h, c_p, r_b, r_h, r_p, s_b, s_h, s_p, first, tiles,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    LLOYD: tl.constexpr, KEYS: tl.constexpr, CENTRED: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """One program: `TILE` rows of one block, one group of each. A row is a channel of K or a token of V."""
+    program, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    block, tile, w = (program // (tiles * W)).to(tl.int64), program // W % tiles, program % W
+    row = tile * TILE + tl.arange(0, TILE)
+    within = w * GROUP + tl.arange(0, GROUP)
+    real = (row < ROWS)[:, None] & (within < WIDTH)[None, :]
+    token, channel = (within[None, :], row[:, None]) if KEYS else (row[:, None], within[None, :])
+    at = batch * x_b + head * x_h + (block * GROUP + token) * x_t + channel.to(tl.int64) * x_d
+    values = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
+    if CENTRED:
+        subtracted = tl.load(mean + (batch * tl.num_programs(1) + head) * WIDTH + within, mask=within < WIDTH, other=0.0)
+        values = tl.where(real, values - subtracted[None, :], 0.0)
+
+    low = tl.min(tl.where(real, values, float("inf")), 1)
+    high = tl.max(tl.where(real, values, float("-inf")), 1)
+    low, high = tl.where(row < ROWS, low, 0.0), tl.where(row < ROWS, high, 0.0)
+    scale = tl.div_rn(high - low, tl.full((TILE,), 2**BITS - 1.0, tl.float32))
+    zero, average = low, low
+    if LLOYD:
+        count = tl.zeros((TILE,), tl.float32) + tl.minimum(WIDTH - w * GROUP, GROUP)
+        average = tl.div_rn(_tree_sum(values), count)
+        for _ in tl.static_range(1 if BITS == 1 else 4):
+            found = tl.where(real, _assign(values, average, zero, scale, BITS, BITS == 1), 0.0)
+            centre = tl.div_rn(tl.sum(found, 1), count)  # of small integers: exact in any order
+            spreads = tl.where(real, found - centre[:, None], 0.0)
+            spread = _tree_sum(spreads * spreads)
+            flat = spread == 0
+            scale = tl.where(flat, 0.0, tl.div_rn(_tree_sum(spreads * values), tl.where(flat, 1.0, spread)))
+            zero = tl.where(flat, low, average - scale * centre)
+    zero, scale = zero.to(tl.float16), scale.to(tl.float16)
+    found = tl.where(real, _assign(values, average, zero.to(tl.float32), scale.to(tl.float32), BITS, LLOYD and BITS == 1), 0.0)
+
+    EACH: tl.constexpr = 8 // BITS
+    shifted = tl.reshape(found.to(tl.int32), (TILE, GROUP // EACH, EACH)) << (tl.arange(0, EACH) * BITS)[None, None, :]
+    BYTES: tl.constexpr = (WIDTH + EACH - 1) // EACH
+    byte = w * (GROUP // EACH) + tl.arange(0, GROUP // EACH)
+    into = codes + batch * c_b + head * c_h + (first + block) * c_p + row[:, None] * BYTES + byte[None, :]
+    tl.store(into, tl.sum(shifted, 2).to(tl.uint8), mask=(row < ROWS)[:, None] & (byte < BYTES)[None, :])
+    into = ranges + batch * r_b + head * r_h + (first + block) * r_p + row * W + w
+    tl.store(into, scale, mask=row < ROWS)
+    tl.store(into + ROWS * W, zero, mask=row < ROWS)
+    if SUMS:
+        error = values - (zero.to(tl.float32)[:, None] + scale.to(tl.float32)[:, None] * found)
+        error = _tree_sum(tl.trans(tl.where(real, error, 0.0)))
+        tl.store(sums + batch * s_b + head * s_h + (first + block) * s_p + within, error, mask=within < WIDTH)

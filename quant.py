@@ -47,6 +47,19 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)[..., :n]
 
 
+def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
+    """Sum over `dim` by adding its halves until one element is left: the same bits on every device and in every kernel.
+
+    `sum` adds in an order of its own on each, and a mean that differs in its last bit puts an element on the other side.
+    """
+    x = x.movedim(dim, -1)
+    x = F.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.squeeze(-1)
+
+
 def quantise(x: Tensor, bits: int, group: int, levels: str = "minmax") -> tuple[Tensor, Tensor, Tensor]:
     """Codes along the last dimension, groups of `group`, the last one as wide as what is left.
 
@@ -66,10 +79,11 @@ def quantise(x: Tensor, bits: int, group: int, levels: str = "minmax") -> tuple[
     # Repeating the last element fills the last group without moving its minimum or maximum.
     filled = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], -n % group)), -1).unflatten(-1, (-1, group))
     low, high = filled.amin(-1), filled.amax(-1)
-    zero, scale, mean = low, (high - low) / (2**bits - 1), None
+    steps = torch.full_like(low, 2**bits - 1)  # by a Python number CUDA multiplies with the rounded reciprocal
+    zero, scale, mean = low, (high - low) / steps, None
     if levels == "lloyd":
         real = (torch.arange(filled.shape[-2] * group, device=x.device) < n).view(-1, group)
-        mean = (filled * real).sum(-1) / real.sum(-1)
+        mean = tree_sum(filled * real) / real.sum(-1)
         zero, scale = _fit(filled, real, mean, zero, scale, bits)
     zero, scale = zero.half(), scale.half()
     codes = _assign(filled, mean, zero.float(), scale.float(), bits)
@@ -96,9 +110,9 @@ def _fit(x: Tensor, real: Tensor, mean: Tensor, zero: Tensor, scale: Tensor, bit
         codes = _assign(x, mean, zero, scale, bits)
         average = (codes * real).sum(-1) / count
         centred = (codes - average.unsqueeze(-1)) * real
-        spread = (centred * centred).sum(-1)
+        spread = tree_sum(centred * centred)
         flat = spread == 0  # a constant group has one level, itself
-        scale = torch.where(flat, 0.0, (centred * x).sum(-1) / torch.where(flat, 1.0, spread))
+        scale = torch.where(flat, 0.0, tree_sum(centred * x) / torch.where(flat, 1.0, spread))
         zero = torch.where(flat, low, mean - scale * average)
     return zero, scale
 
@@ -237,19 +251,10 @@ class QuantLayer:
 
     def _encode(self, first: int, k: Tensor, v: Tensor) -> None:
         """Code the block-aligned k, v `[B, KV, n * group, D]` into blocks first .. first + n - 1."""
-        g = self.group
-        for at in range(0, k.shape[2], self.CHUNK * g):  # float32 temporaries of a bounded size
-            part = slice(at, min(at + self.CHUNK * g, k.shape[2]))
-            blocks = slice(first + at // g, first + part.stop // g)
-            values = v[:, :, part].float()
-            values = (values - self.mean if self.centre else values).unflatten(2, (-1, g))
-            for i, x in enumerate((k[:, :, part].unflatten(2, (-1, g)).transpose(3, 4), values)):
-                codes, scale, zero = quantise(x, self.bits, g, self.levels[i])
-                self.codes[i][:, :, blocks] = pack(codes, self.bits)
-                both = torch.stack((scale, zero), 3)  # [B, KV, n, 2, rows, groups of a row]
-                self.ranges[i][:, :, blocks] = both.squeeze(-1) if i == 0 else both
-            if self.correct:
-                self.sums[:, :, blocks] = (values - dequantise(codes, scale, zero, g)).sum(3)
+        common = (first, self.bits, self.group)
+        kernels.quant_encode(k, True, self.codes[0], self.ranges[0], *common, self.levels[0])
+        mean, sums = self.mean if self.centre else None, self.sums if self.correct else None
+        kernels.quant_encode(v, False, self.codes[1], self.ranges[1], *common, self.levels[1], mean, sums)
 
     def _advance(self, old: int, new: int, k: Tensor, v: Tensor, head: Tensor | None) -> None:
         """Code positions old .. new - 1, both edges, given as `k, v [B, KV, new - old, D]`; `head`: V's first `centre` tokens, at least."""
