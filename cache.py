@@ -675,20 +675,22 @@ class TailorCache(KVCache):
         if not self._decoding:
             return self._prefill(layer, q, k, v, scale, start)
         if isinstance(self.layers[layer], QuantLayer):
-            return self.layers[layer].attend(q, k, v, scale, start + 1)
+            return self.layers[layer].attend(q, k, v, scale, start + 1, self.pos)
         self._stored()
         return self.layers[layer].attend(layer, q, k, v, scale, start + 1, self.pos)
 
     def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        entry = self.layers[layer]
+        entry, length = self.layers[layer], self.length + 1
         mine = getattr(self.attend, "__func__", None) is TailorCache.attend  # who watches or replaces `attend` must be called
-        if not mine or self._all_dense or self._like is None or isinstance(entry, QuantLayer) or not entry.by_kernels(self.length + 1):
+        if not mine or self._all_dense or self._like is None or not entry.by_kernels(length):
             return super().rotate_attend(layer, q, k, v, cos, sin)
         self._accept(layer, q, k, v)
         self._fits(k, v)
-        self._stored()
         q = rotate_append(q, k, v, cos, sin, entry.ring.k, entry.ring.v, self.pos, entry.ring.size)
-        return entry.attend_by_kernels(layer, q, None, None, q.shape[3] ** -0.5, self.length + 1, self.pos)
+        if isinstance(entry, QuantLayer):
+            return entry.attend_by_kernels(q, self.pos, q.shape[3] ** -0.5)
+        self._stored()
+        return entry.attend_by_kernels(layer, q, None, None, q.shape[3] ** -0.5, length, self.pos)
 
     def _stored(self) -> None:
         """Blocks on their way to the host, and nobody gathers from it before."""

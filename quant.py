@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import merge_attention, small_attention
+import kernels
 
 BITS = (1, 2, 4, 8)
 
@@ -47,6 +47,19 @@ def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     return ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)[..., :n]
 
 
+def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
+    """Sum over `dim` by adding its halves until one element is left: the same bits on every device and in every kernel.
+
+    `sum` adds in an order of its own on each, and a mean that differs in its last bit puts an element on the other side.
+    """
+    x = x.movedim(dim, -1)
+    x = F.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.squeeze(-1)
+
+
 def quantise(x: Tensor, bits: int, group: int, levels: str = "minmax") -> tuple[Tensor, Tensor, Tensor]:
     """Codes along the last dimension, groups of `group`, the last one as wide as what is left.
 
@@ -66,10 +79,11 @@ def quantise(x: Tensor, bits: int, group: int, levels: str = "minmax") -> tuple[
     # Repeating the last element fills the last group without moving its minimum or maximum.
     filled = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], -n % group)), -1).unflatten(-1, (-1, group))
     low, high = filled.amin(-1), filled.amax(-1)
-    zero, scale, mean = low, (high - low) / (2**bits - 1), None
+    steps = torch.full_like(low, 2**bits - 1)  # by a Python number CUDA multiplies with the rounded reciprocal
+    zero, scale, mean = low, (high - low) / steps, None
     if levels == "lloyd":
         real = (torch.arange(filled.shape[-2] * group, device=x.device) < n).view(-1, group)
-        mean = (filled * real).sum(-1) / real.sum(-1)
+        mean = tree_sum(filled * real) / real.sum(-1)
         zero, scale = _fit(filled, real, mean, zero, scale, bits)
     zero, scale = zero.half(), scale.half()
     codes = _assign(filled, mean, zero.float(), scale.float(), bits)
@@ -96,9 +110,9 @@ def _fit(x: Tensor, real: Tensor, mean: Tensor, zero: Tensor, scale: Tensor, bit
         codes = _assign(x, mean, zero, scale, bits)
         average = (codes * real).sum(-1) / count
         centred = (codes - average.unsqueeze(-1)) * real
-        spread = (centred * centred).sum(-1)
+        spread = tree_sum(centred * centred)
         flat = spread == 0  # a constant group has one level, itself
-        scale = torch.where(flat, 0.0, (centred * x).sum(-1) / torch.where(flat, 1.0, spread))
+        scale = torch.where(flat, 0.0, tree_sum(centred * x) / torch.where(flat, 1.0, spread))
         zero = torch.where(flat, low, mean - scale * average)
     return zero, scale
 
@@ -108,6 +122,16 @@ def dequantise(codes: Tensor, scale: Tensor, zero: Tensor, group: int) -> Tensor
     n = codes.shape[-1]
     padded = F.pad(codes, (0, -n % group)).unflatten(-1, (-1, group)).float()
     return torch.addcmul(zero.float().unsqueeze(-1), padded, scale.float().unsqueeze(-1)).flatten(-2)[..., :n]
+
+
+def decode_blocks(codes: list[Tensor], ranges: list[Tensor], first: int, last: int, bits: int, group: int, width: int) -> tuple[Tensor, Tensor]:
+    """Blocks first .. last - 1 of a `QuantLayer` as float32 K and V, `[B, KV, n * group, D]` and `[B, KV, n * group, width]`."""
+    blocks = slice(first, last)
+    scale, zero = ranges[0][:, :, blocks].unbind(3)  # [B, KV, n, D]
+    k = dequantise(unpack(codes[0][:, :, blocks], bits, group), scale.unsqueeze(-1), zero.unsqueeze(-1), group)
+    scale, zero = ranges[1][:, :, blocks].unbind(3)  # [B, KV, n, group, W]
+    v = dequantise(unpack(codes[1][:, :, blocks], bits, width), scale, zero, group)
+    return k.transpose(3, 4).flatten(2, 3), v.flatten(2, 3)
 
 
 # ------------------------------------------------------------------------------------------------- the 16-bit tail
@@ -145,10 +169,11 @@ class Ring:
         self.k.index_copy_(2, slots, k[:, :, first - start :])
         self.v.index_copy_(2, slots, v[:, :, first - start :])
 
+<<<<<<< HEAD
     def catch_up(self, length: int) -> None:
         """Kernels may have written positions below `length` without a word to the host."""
         self.start = max(self.start, length - self.size)
-
+=======
     def save(self, length: int) -> None:
         """Remember the content as it is at `length` tokens, before a call that may not end overwrites it."""
         self._saved = (length, self.start, self.k.clone(), self.v.clone())
@@ -225,19 +250,10 @@ class QuantLayer:
 
     def _encode(self, first: int, k: Tensor, v: Tensor) -> None:
         """Code the block-aligned k, v `[B, KV, n * group, D]` into blocks first .. first + n - 1."""
-        g = self.group
-        for at in range(0, k.shape[2], self.CHUNK * g):  # float32 temporaries of a bounded size
-            part = slice(at, min(at + self.CHUNK * g, k.shape[2]))
-            blocks = slice(first + at // g, first + part.stop // g)
-            values = v[:, :, part].float()
-            values = (values - self.mean if self.centre else values).unflatten(2, (-1, g))
-            for i, x in enumerate((k[:, :, part].unflatten(2, (-1, g)).transpose(3, 4), values)):
-                codes, scale, zero = quantise(x, self.bits, g, self.levels[i])
-                self.codes[i][:, :, blocks] = pack(codes, self.bits)
-                both = torch.stack((scale, zero), 3)  # [B, KV, n, 2, rows, groups of a row]
-                self.ranges[i][:, :, blocks] = both.squeeze(-1) if i == 0 else both
-            if self.correct:
-                self.sums[:, :, blocks] = (values - dequantise(codes, scale, zero, g)).sum(3)
+        common = (first, self.bits, self.group)
+        kernels.quant_encode(k, True, self.codes[0], self.ranges[0], *common, self.levels[0])
+        mean, sums = self.mean if self.centre else None, self.sums if self.correct else None
+        kernels.quant_encode(v, False, self.codes[1], self.ranges[1], *common, self.levels[1], mean, sums)
 
     def _advance(self, old: int, new: int, k: Tensor, v: Tensor, head: Tensor | None) -> None:
         """Code positions old .. new - 1, both edges, given as `k, v [B, KV, new - old, D]`; `head`: V's first `centre` tokens, at least."""
@@ -260,12 +276,8 @@ class QuantLayer:
 
         V has the shift added: the weights of an attention sum to 1, so each output gets it once for the mass of its coded part.
         """
-        g, blocks, D = self.group, slice(first, last), self.ring.v.shape[3]
-        scale, zero = self.ranges[0][:, :, blocks].unbind(3)  # [B, KV, n, D]
-        k = dequantise(unpack(self.codes[0][:, :, blocks], self.bits, g), scale.unsqueeze(-1), zero.unsqueeze(-1), g)
-        scale, zero = self.ranges[1][:, :, blocks].unbind(3)  # [B, KV, n, group, W]
-        v = dequantise(unpack(self.codes[1][:, :, blocks], self.bits, D), scale, zero, g).flatten(2, 3)
-        return k.transpose(3, 4).flatten(2, 3), v + self.shift if self.correct or self.centre else v
+        k, v = decode_blocks(self.codes, self.ranges, first, last, self.bits, self.group, self.ring.v.shape[3])
+        return k, v + self.shift if self.correct or self.centre else v
 
     # -- prefill
 
@@ -292,18 +304,31 @@ class QuantLayer:
         if last > first:
             self._advance(first, last, *self.ring.read(first, last), self.ring.read(0, self.centre)[1] if first == 0 else None)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int) -> Tensor:
+    def by_kernels(self, length: int) -> bool:
+        """Does a decode step run in the kernels of `kernels.py`?"""
+        dtype = self.ring.k.dtype
+        return kernels.usable(self.ring.k.device) and dtype == self.ring.v.dtype and kernels.decodes(dtype, self.bits, self.group)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor) -> Tensor:
         """Append k, v `[B, KV, 1, D]` as position `length - 1` and attend with q `[B, H, 1, D]` over all `length` tokens.
 
-        Codes are decoded `CHUNK` blocks at a time with a running softmax; the layer is never decoded into memory.
+        `pos`: int64 `[1]`, the same length less one, on the device.
         """
+        if self.by_kernels(length):
+            kernels.rotate_append(q, k, v, None, None, self.ring.k, self.ring.v, pos, self.ring.size)
+            return self.attend_by_kernels(q, pos, scale)
         self.ring.write(length - 1, k, v)
-        edge, g = self.edge(length), self.group
-        o, lse = small_attention(q, *self.ring.read(edge, length), scale)
-        for first in range(0, edge // g, self.CHUNK):
-            part = small_attention(q, *self._decode(first, min(first + self.CHUNK, edge // g)), scale)
-            o, lse = merge_attention(o, lse, *part)
-        return o.to(q.dtype)
+        return kernels.quant_decode_plain(q, self.codes, self.ranges, self._lacking(), self.ring.k, self.ring.v, length - 1, scale, *self._layout())
+
+    def attend_by_kernels(self, q: Tensor, pos: Tensor, scale: float) -> Tensor:
+        """What `attend` does once the token is in the ring, with no number of the host in it, so that a CUDA graph can hold it."""
+        return kernels.quant_decode(q, self.codes, self.ranges, self._lacking(), self.ring.k, self.ring.v, pos, scale, *self._layout())
+
+    def _lacking(self) -> Tensor | None:
+        return self.shift if self.correct or self.centre else None
+
+    def _layout(self) -> tuple[int, int, int, int]:
+        return self.bits, self.group, self.residual, self.centre
 
     # -- between calls
 
