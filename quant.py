@@ -169,11 +169,10 @@ class Ring:
         self.k.index_copy_(2, slots, k[:, :, first - start :])
         self.v.index_copy_(2, slots, v[:, :, first - start :])
 
-<<<<<<< HEAD
     def catch_up(self, length: int) -> None:
         """Kernels may have written positions below `length` without a word to the host."""
         self.start = max(self.start, length - self.size)
-=======
+
     def save(self, length: int) -> None:
         """Remember the content as it is at `length` tokens, before a call that may not end overwrites it."""
         self._saved = (length, self.start, self.k.clone(), self.v.clone())
