@@ -426,7 +426,7 @@ class Llama(nn.Module):
                 cache.foresee(number + 1, self.predict_query(number + 1, h, cos, sin, cache.predicts_with))
             layer(h, number, cache, cos, sin)
         cache.pos += 1
-        if fused:
+        if fused and type(self.lm_head) is nn.Linear:  # evals/ put another head in its place
             return norm_linear(h[:, -1], self.norm.weight, self.norm.eps, [self.lm_head.weight])[0]
         return self.lm_head(self.norm(h[:, -1]))
 

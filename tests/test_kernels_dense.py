@@ -209,6 +209,19 @@ def test_a_decoded_token_is_the_twins(monkeypatch, make_checkpoint, family):
         assert (outs[0] - outs[1]).abs().max() < 1e-4 and not torch.equal(*outs)
 
 
+def test_a_head_put_in_place_of_the_own_is_called():
+    """evals/ compare logits in float32; the fused step must not go past their head."""
+    from cache import FullCache
+    from model import Llama, ModelConfig
+
+    raw = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "rope_theta": 10000.0}  # fmt: skip
+    model = Llama.from_config(ModelConfig.from_dict(raw)).to(DEVICE)
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Softmax(-1))
+    cache = FullCache(model.config, device=DEVICE)
+    model.prefill(torch.tensor([[1, 2, 3]]), cache)
+    assert model.decode(torch.tensor([[4]], device=DEVICE), cache).sum() == pytest.approx(1)
+
+
 # --------------------------------------------------------------------------------------------------------- real shapes
 
 
