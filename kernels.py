@@ -124,11 +124,11 @@ class Tile(NamedTuple):
 
 
 TILES = {  # by kernel; measured on an H200 at the shapes of Llama-3.1-8B
-    "norm_linear": Tile(2, 16384, 2, 8, 4, 256),
-    "norm_gated": Tile(2, 16384, 2, 8, 3, 256),
+    "norm_linear": Tile(8, 16384, 1, 8, 3, 512),
+    "norm_gated": Tile(4, 16384, 1, 8, 3, 512),
     "linear_add_": Tile(2, 16384, 2, 8, 4, 256),
-    "linear_add_ wide": Tile(1, 16384, 2, 8, 3, 256),  # more than 8,192 columns
-    "head": Tile(4, 16384, 2, 8, 3, 256),  # norm_linear with one large matrix
+    "linear_add_ wide": Tile(2, 16384, 1, 16, 3, 512),  # more than 8,192 columns
+    "head": Tile(8, 16384, 1, 8, 3, 256),  # norm_linear with one large matrix
 }
 
 
@@ -504,8 +504,8 @@ def _rotate_append(q, k, v, cos, sin, k_cache, v_cache, pos, slots):
 
 # ------------------------------------------------------------------------------------------------------------- attention
 
-SPLIT = 512  # tokens a program; fixed, so that no sum depends on the capacity
-SPLIT_TILE = (64, 4, 3)  # tokens at a time, warps, stages
+SPLIT = 1024  # tokens a program; fixed, so that no sum depends on the capacity
+SPLIT_TILE = (64, 4, 4)  # tokens at a time, warps, stages
 
 
 @triton.jit(do_not_specialize=["slots", "splits"])
