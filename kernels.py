@@ -630,6 +630,7 @@ class Rows:
         planes: as `offload.row_planes` has them, `[B, KV, S, blocks * elements]`, S slots, of the blocks from `begin` on.
         index: int32 `[B, KV, C]`, the critical channels, ascending. slot: int32 `[B, KV, C]`, where each one's row lies.
         bits: of the planes' codes; 16: plain rows. begin: position of the first block, a multiple of 64.
+        apart: they come over another stream, for which the current one waits.
     """
 
     planes: list[Tensor]
@@ -637,6 +638,7 @@ class Rows:
     slot: Tensor
     bits: int
     begin: int
+    apart: bool = False
 
 
 @triton.jit
@@ -782,13 +784,14 @@ class Scratch:
     """What scoring and selection write, for all layers in turn; `N` positions from the first candidate's block on, a multiple of `CHUNK`.
 
     Attributes:
-        scores: float32 `[B, KV, N, G]`, times log2(e); minus infinity where there is no candidate. largest, mass: of each `CHUNK`, their
-            maximum and the sum of their exponentials (base 2) over it, `[B, H, N / CHUNK]`.
+        scores: float32 `[B, H, N]`, times log2(e); minus infinity where there is no candidate; in `_place`'s order, which `bits` decides.
+        stats: `[5, B, H, N / CHUNK]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
+            mean, and the sum of squares around it.
         importance: `[B, KV, N]` as `ordered` integers; peaks: its maximum over each `PEAK` positions.
         blocks: int32 `[B, KV, K or more]`, peaks that are looked under.
     """
 
-    CHUNK = 512
+    CHUNK = 1024
 
     def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, device: torch.device):
         B, KV = head
@@ -796,15 +799,15 @@ class Scratch:
         self.positions, self.topk, self.G = N, topk, G
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
         self.peak = min(64, max(8, 2 ** round(math.log2(max(N / max(topk, 1), 1)) / 2)))
-        self.scores = torch.empty(B, KV, N, G, dtype=torch.float32, device=device)
-        self.largest, self.mass = (torch.empty(B, KV * G, N // self.CHUNK, dtype=torch.float32, device=device) for _ in range(2))
+        self.scores = torch.empty(B, KV * G, N, dtype=torch.float32, device=device)
+        self.stats = torch.empty(5, B, KV * G, N // self.CHUNK, dtype=torch.float32, device=device)
         self.importance = torch.empty(B, KV, N, dtype=torch.int32, device=device)
         self.peaks = torch.empty(B, KV, N // self.peak, dtype=torch.int32, device=device)
         self.slots = 2 ** math.ceil(math.log2(max(topk, 1)))
         self.blocks = torch.empty(B, KV, self.slots, dtype=torch.int32, device=device)
 
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.scores, self.largest, self.mass, self.importance, self.peaks, self.blocks))
+        return sum(x.nbytes for x in (self.scores, self.stats, self.importance, self.peaks, self.blocks))
 
 
 @triton.jit
@@ -819,106 +822,210 @@ NOTHING = tl.constexpr(-(2**31) + 1)  # less than any number's image under `_ord
 
 
 @triton.jit
-def _codes(words, BITS: tl.constexpr):
-    """Bytes `[C, n]` to their codes `[C, n * 8 / BITS]`, lowest bits first."""
-    if BITS == 4:
-        words = tl.reshape(tl.join(words & 15, words >> 4), [words.shape[0], words.shape[1] * 2])
-    elif BITS == 2:
-        even, odd = tl.join(words & 3, (words >> 4) & 3), tl.join((words >> 2) & 3, words >> 6)
-        words = tl.reshape(tl.join(even, odd), [words.shape[0], words.shape[1] * 4])
-    return words
+def _place(n, BITS: tl.constexpr, CHUNK: tl.constexpr):
+    """Where the score of the n-th position lies: below 8 bits the eighth ones of a chunk together, as a thread that unpacks words has them."""
+    if BITS < 8:
+        n = n // CHUNK * CHUNK + n % 8 * (CHUNK // 8) + n % CHUNK // 8
+    return n
+
+
+@triton.jit
+def _code(words, i: tl.constexpr, BITS: tl.constexpr):
+    """The i-th code of each word, as float32: put behind the leading bit of 2^23, since a conversion from integers runs at a quarter of the rate."""
+    return ((((words >> (i * BITS)) & (2**BITS - 1)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0)[None, :]
+
+
+@triton.jit
+def _weigh(score, high):
+    """2^(score - high), the score or 0 where there is none, and their product."""
+    weight = tl.exp2(score - high)
+    plain = tl.where(score == float("-inf"), 0.0, score)
+    return weight, plain, weight * plain
+
+
+@triton.jit
+def _square(score, mean):
+    off = tl.where(score == float("-inf"), 0.0, score - mean)
+    return off * off
+
+
+@triton.jit
+def _signed_mean(to, score, g, G: tl.constexpr):
+    """Store the authors' importance of one position a word, the mean over the group, and return it."""
+    real = (g < G)[:, None]
+    none = tl.sum((real & (score == float("-inf"))).to(tl.int32), 0) > 0
+    value = tl.where(none, NOTHING, _ordered(tl.sum(tl.where(real, score, 0.0), 0) / G))
+    tl.store(to, value)
+    return value
 
 
 @triton.jit
 def _scores_kernel(
-    q, index, slot, codes, ranges, scores, largest, mass, importance, peaks, pos, scale, begin, sink, recent, C, D, N, code_head, code_row, range_head, range_row,
-    G: tl.constexpr, GP: tl.constexpr, CP: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, AUTHORS: tl.constexpr,
+    q, index, slot, codes, ranges, scores, stats, importance, peaks, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads,
+    C: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _wait(PDL)
     edge = _edge(pos, recent)
     g = tl.arange(0, GP)
     chunks = N // CHUNK
+    stats += (head * G + g) * chunks + chunk
+    stat = heads.to(tl.int64) * chunks  # from one kind to the next
     if begin + chunk * CHUNK >= edge:
-        tl.store(largest + (head * G + g) * chunks + chunk, float("-inf"), mask=g < G)
-        tl.store(mass + (head * G + g) * chunks + chunk, 0.0, mask=g < G)
+        tl.store(stats, float("-inf"), mask=g < G)
+        tl.store(stats + stat, 0.0, mask=g < G)
         if AUTHORS:
             i = tl.arange(0, CHUNK // PEAK)
             tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + i, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
         return
-    c = tl.arange(0, CP)
-    row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
-    channel = tl.load(index + head * C + c, mask=c < C, other=0)
-    x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0).to(tl.float32) * (scale * LOG2E)
     n = chunk * CHUNK + tl.arange(0, CHUNK)
-    unit = tl.full([GP], 1.0, tl.float32)
     # Loads have no mask along the positions, which would make them byte by byte: rows are readable to the end of the chunk, and what is
     # read there touches no other position's score.
-    if BITS == 16:
-        k = tl.load(codes + head * code_head + row[:, None] * code_row + n[None, :], mask=(c < C)[:, None], other=0.0)
-        if k.dtype != tl.float32:
-            unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(x), 0), 1e-30))))
-            x = (x / unit[None, :]).to(k.dtype)
+    if BITS <= 4:
+        # Eight codes a word, a word a thread, which unpacks them once for all heads of the group: `[G, words]` has that layout, and no data
+        # passes between threads. score = sum_c q_c (zero_cb + scale_cb code).
+        word = chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8)
+        pair = (chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 8) // 8) * 2
+        base = tl.zeros([GP, CHUNK // 8], tl.float32)
+        a0, a1, a2, a3, a4, a5, a6, a7 = base, base, base, base, base, base, base, base
+        for c in tl.range(0, C, loop_unroll_factor=8):
+            row = tl.load(slot + head * C + c).to(tl.int64)
+            channel = tl.load(index + head * C + c)
+            x = tl.zeros([GP], tl.float32)
+            for i in tl.static_range(G):  # from scalars, since a loaded tensor would bring a layout of its own
+                x = tl.where(g == i, tl.load(q + (head * G + i) * D + channel).to(tl.float32), x)
+            x = (x * (scale * LOG2E))[:, None]
+            words = tl.load(codes + head * code_head + row * code_row + word).to(tl.int32)
+            at = ranges + head * range_head + row * range_row + pair
+            step, zero = tl.load(at).to(tl.float32)[None, :], tl.load(at + 1).to(tl.float32)[None, :]
+            base += x * zero
+            x = x * step
+            a0 += x * _code(words, 0, BITS)
+            a1 += x * _code(words, 1, BITS)
+            a2 += x * _code(words, 2, BITS)
+            a3 += x * _code(words, 3, BITS)
+            a4 += x * _code(words, 4, BITS)
+            a5 += x * _code(words, 5, BITS)
+            a6 += x * _code(words, 6, BITS)
+            a7 += x * _code(words, 7, BITS)
+        a0, a1, a2, a3, a4, a5, a6, a7 = a0 + base, a1 + base, a2 + base, a3 + base, a4 + base, a5 + base, a6 + base, a7 + base
+        low, high = tl.maximum(sink - begin, chunk * CHUNK) - word * 8, edge - begin - word * 8  # the candidates among a word's eight
+        a0 = tl.where(((low <= 0) & (high > 0))[None, :], a0, float("-inf"))
+        a1 = tl.where(((low <= 1) & (high > 1))[None, :], a1, float("-inf"))
+        a2 = tl.where(((low <= 2) & (high > 2))[None, :], a2, float("-inf"))
+        a3 = tl.where(((low <= 3) & (high > 3))[None, :], a3, float("-inf"))
+        a4 = tl.where(((low <= 4) & (high > 4))[None, :], a4, float("-inf"))
+        a5 = tl.where(((low <= 5) & (high > 5))[None, :], a5, float("-inf"))
+        a6 = tl.where(((low <= 6) & (high > 6))[None, :], a6, float("-inf"))
+        a7 = tl.where(((low <= 7) & (high > 7))[None, :], a7, float("-inf"))
+        to = scores + (head * G + g)[:, None] * N + (chunk * CHUNK + tl.arange(0, CHUNK // 8))[None, :]
+        mask = (g < G)[:, None]
+        E: tl.constexpr = CHUNK // 8
+        tl.store(to, a0, mask=mask)
+        tl.store(to + E, a1, mask=mask)
+        tl.store(to + 2 * E, a2, mask=mask)
+        tl.store(to + 3 * E, a3, mask=mask)
+        tl.store(to + 4 * E, a4, mask=mask)
+        tl.store(to + 5 * E, a5, mask=mask)
+        tl.store(to + 6 * E, a6, mask=mask)
+        tl.store(to + 7 * E, a7, mask=mask)
+        most = tl.maximum(tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)), tl.maximum(tl.maximum(a4, a5), tl.maximum(a6, a7)))
+        high = tl.max(most, 1)
+        safe = tl.where(high == float("-inf"), 0.0, high)[:, None]
+        real = tl.minimum(edge - begin, (chunk + 1) * CHUNK) - tl.maximum(sink - begin, chunk * CHUNK)
+        count = tl.maximum(real, 1).to(tl.float32)
+        w, plain, weighted = _weigh(a0, safe)
+        w1, p1, s1 = _weigh(a1, safe)
+        w2, p2, s2 = _weigh(a2, safe)
+        w3, p3, s3 = _weigh(a3, safe)
+        w4, p4, s4 = _weigh(a4, safe)
+        w5, p5, s5 = _weigh(a5, safe)
+        w6, p6, s6 = _weigh(a6, safe)
+        w7, p7, s7 = _weigh(a7, safe)
+        total = tl.sum(((w + w1) + (w2 + w3)) + ((w4 + w5) + (w6 + w7)), 1)
+        weighted = tl.sum(((weighted + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)), 1)
+        mean = tl.sum(((plain + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7)), 1) / count
+        m = mean[:, None]
+        spread = tl.sum(((_square(a0, m) + _square(a1, m)) + (_square(a2, m) + _square(a3, m))) + ((_square(a4, m) + _square(a5, m)) + (_square(a6, m) + _square(a7, m))), 1)
+        if AUTHORS:
+            values = importance + head * N + word * 8
+            peak = _signed_mean(values, a0, g, G)
+            peak = tl.maximum(peak, _signed_mean(values + 1, a1, g, G))
+            peak = tl.maximum(peak, _signed_mean(values + 2, a2, g, G))
+            peak = tl.maximum(peak, _signed_mean(values + 3, a3, g, G))
+            peak = tl.maximum(peak, _signed_mean(values + 4, a4, g, G))
+            peak = tl.maximum(peak, _signed_mean(values + 5, a5, g, G))
+            peak = tl.maximum(peak, _signed_mean(values + 6, a6, g, G))
+            peak = tl.maximum(peak, _signed_mean(values + 7, a7, g, G))
+            peak = tl.max(tl.reshape(peak, [CHUNK // PEAK, PEAK // 8]), 1)
+            tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK), peak)
     else:
-        byte = chunk * (CHUNK * BITS // 8) + tl.arange(0, CHUNK * BITS // 8)
-        words = tl.load(codes + head * code_head + row[:, None] * code_row + byte[None, :], mask=(c < C)[:, None], other=0)
-        block = chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
-        pair = ranges + head * range_head + row[:, None] * range_row + block[None, :] * 2
-        step, zero = tl.load(pair, mask=(c < C)[:, None], other=0.0), tl.load(pair + 1, mask=(c < C)[:, None], other=0.0)
-        code = _codes(words, BITS).to(tl.int16)
-        if q.dtype.element_ty == tl.float32:
-            k = tl.reshape(code, [CP, CHUNK // 64, 64]).to(tl.float32) * step.to(tl.float32)[:, :, None] + zero.to(tl.float32)[:, :, None]
-        else:
-            # float16: its ten bits hold the codes, and their ranges are stored in it. 0x6400 is 1024, whose last bit counts ones; a
-            # conversion from integers runs at a quarter of the rate. Queries are brought below 1 by a power of two.
-            unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(x), 0), 1e-30))))
-            x = (x / unit[None, :]).to(tl.float16)
-            k = ((code | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-            k = tl.reshape(k, [CP, CHUNK // 64, 64]) * step[:, :, None] + zero[:, :, None]
-        k = tl.reshape(k, [CP, CHUNK])
-    score = tl.dot(tl.trans(k), x, input_precision="ieee") * unit[None, :]  # [CHUNK, G]
-    candidate = (begin + n < edge) & (begin + n >= sink)
-    score = tl.where(candidate[:, None], score, float("-inf"))
-    tl.store(scores + (head * N + n)[:, None] * G + g[None, :], score, mask=(g < G)[None, :])
-    high = tl.max(score, 0)
-    total = tl.sum(tl.exp2(score - tl.where(high == float("-inf"), 0.0, high)[None, :]), 0)
-    tl.store(largest + (head * G + g) * chunks + chunk, high, mask=g < G)
-    tl.store(mass + (head * G + g) * chunks + chunk, total, mask=g < G)
-    if AUTHORS:
-        value = tl.where(candidate, _ordered(tl.sum(tl.where((g < G)[None, :], score, 0.0), 1) / G), NOTHING)
-        tl.store(importance + head * N + n, value)
-        tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK), tl.max(tl.reshape(value, [CHUNK // PEAK, PEAK]), 1))
+        CP: tl.constexpr = 16 if C <= 16 else (32 if C <= 32 else (64 if C <= 64 else 128 if C <= 128 else 256))
+        c = tl.arange(0, CP)
+        row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
+        channel = tl.load(index + head * C + c, mask=c < C, other=0)
+        x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0).to(tl.float32) * (scale * LOG2E)
+        k = tl.load(codes + head * code_head + row[:, None] * code_row + n[None, :], mask=(c < C)[:, None], other=0.0)
+        if BITS == 8:
+            block = chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
+            pair = ranges + head * range_head + row[:, None] * range_row + block[None, :] * 2
+            step, zero = tl.load(pair, mask=(c < C)[:, None], other=0.0).to(tl.float32), tl.load(pair + 1, mask=(c < C)[:, None], other=0.0).to(tl.float32)
+            k = tl.reshape(tl.reshape(k.to(tl.float32), [CP, CHUNK // 64, 64]) * step[:, :, None] + zero[:, :, None], [CP, CHUNK])
+        score = tl.dot(tl.trans(k.to(tl.float32)), x, input_precision="tf32x3" if BITS == 16 and codes.dtype.element_ty != tl.float32 else "ieee")
+        candidate = (begin + n < edge) & (begin + n >= sink)
+        score = tl.where(candidate[None, :], tl.trans(score), float("-inf"))  # [G, CHUNK]
+        tl.store(scores + (head * G + g)[:, None] * N + n[None, :], score, mask=(g < G)[:, None])
+        high = tl.max(score, 1)
+        w, plain, weighted = _weigh(score, tl.where(high == float("-inf"), 0.0, high)[:, None])
+        count = tl.maximum(tl.sum(candidate.to(tl.int32), 0), 1).to(tl.float32)
+        total, weighted, mean = tl.sum(w, 1), tl.sum(weighted, 1), tl.sum(plain, 1) / count
+        spread = tl.sum(_square(score, mean[:, None]), 1)
+        if AUTHORS:
+            value = tl.where(candidate, _ordered(tl.sum(tl.where((g < G)[:, None], plain, 0.0), 0) / G), NOTHING)
+            tl.store(importance + head * N + n, value)
+            tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK), tl.max(tl.reshape(value, [CHUNK // PEAK, PEAK]), 1))
+    # Of the chunk: the maximum, the sum of 2^(score - maximum), the mean score under those weights, the plain mean, the squares around it.
+    tl.store(stats, high, mask=g < G)
+    tl.store(stats + stat, total, mask=g < G)
+    tl.store(stats + 2 * stat, weighted / tl.maximum(total, 1e-30), mask=g < G)
+    tl.store(stats + 3 * stat, mean, mask=g < G)
+    tl.store(stats + 4 * stat, spread, mask=g < G)
 
 
 @triton.jit
-def _total(largest, mass, row, chunks, CHUNKS: tl.constexpr):
-    """Base-2 logarithm of the sum of a row of `(largest, mass)` pairs; -inf if all are empty."""
+def _total(stats, stat, row, chunks, CHUNKS: tl.constexpr):
+    """Base-2 logarithm of the sum of a head's exponentials over all chunks; -inf if there is no candidate."""
     i = tl.arange(0, CHUNKS)
-    high = tl.load(largest + row * chunks + i, mask=i < chunks, other=float("-inf"))
+    high = tl.load(stats + row * chunks + i, mask=i < chunks, other=float("-inf"))
     top = tl.max(high, 0)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    return safe + tl.log2(tl.sum(tl.exp2(high - safe) * tl.load(mass + row * chunks + i, mask=i < chunks, other=0.0), 0))
+    return safe + tl.log2(tl.sum(tl.exp2(high - safe) * tl.load(stats + stat + row * chunks + i, mask=i < chunks, other=0.0), 0))
 
 
-@triton.jit
-def _importance_kernel(scores, largest, mass, importance, peaks, pos, begin, recent, N, chunks, G: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr):
+@triton.jit(do_not_specialize=["chunks"])
+def _importance_kernel(
+    scores, stats, importance, peaks, pos, begin, recent, N, chunks, heads,
+    G: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _wait(PDL)
     edge = _edge(pos, recent)
+    i = tl.arange(0, STEP // PEAK)
+    peaks += head * (N // PEAK) + part * (STEP // PEAK) + i
     if begin + part * STEP >= edge:
-        i = tl.arange(0, STEP // PEAK)
-        tl.store(peaks + head * (N // PEAK) + part * (STEP // PEAK) + i, tl.full([STEP // PEAK], NOTHING, tl.int32), mask=part * (STEP // PEAK) + i < N // PEAK)
+        tl.store(peaks, tl.full([STEP // PEAK], NOTHING, tl.int32))
         return
     n = part * STEP + tl.arange(0, STEP)
-    there = (n < N) & (begin + n // CHUNK * CHUNK < edge)  # chunks beyond the edge were not written
+    place = _place(n, BITS, CHUNK)
     value = tl.zeros([STEP], tl.float32)
     nothing = n < 0
     for g in tl.static_range(G):
-        score = tl.load(scores + (head * N + n) * G + g, mask=there, other=float("-inf"))
-        value += tl.exp2(score - _total(largest, mass, head * G + g, chunks, CHUNKS))
+        score = tl.load(scores + (head * G + g) * N + place)
+        value += tl.exp2(score - _total(stats, heads.to(tl.int64) * chunks, head * G + g, chunks, CHUNKS))
         nothing = score == float("-inf")
     key = tl.where(nothing, NOTHING, _ordered(value / G))
-    tl.store(importance + head * N + n, key, mask=n < N)
-    i = tl.arange(0, STEP // PEAK)
-    tl.store(peaks + head * (N // PEAK) + part * (STEP // PEAK) + i, tl.max(tl.reshape(key, [STEP // PEAK, PEAK]), 1), mask=part * (STEP // PEAK) + i < N // PEAK)
+    tl.store(importance + head * N + n, key)
+    tl.store(peaks, tl.max(tl.reshape(key, [STEP // PEAK, PEAK]), 1))
 
 
 @triton.jit
@@ -968,8 +1075,9 @@ def _pick(x, count, limit):
 
 
 @triton.jit
-def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr):
+def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
+    _wait(PDL)
     i = tl.arange(0, PEAKS)
     x = tl.load(peaks + head * (N // PEAK) + i, mask=i < N // PEAK, other=NOTHING)
     # The K best positions lie under the K best peaks: each of those stands for one position as good.
@@ -998,19 +1106,26 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
     B, H, _, D = q.shape
     KV, C = rows.index.shape[1:]
     s, G = scratch, H // KV
-    N, chunks = s.positions, s.positions // s.CHUNK
+    s.bits = rows.bits
+    N, chunks, power = s.positions, s.positions // s.CHUNK, triton.next_power_of_2
     codes, ranges = rows.planes[0], rows.planes[-1]
+    if rows.bits < 8:
+        codes = codes.view({2: torch.int16, 4: torch.int32}[rows.bits])  # eight codes each
+    pdl = _pdl(q.device)
+    launch = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
     _scores_kernel[(chunks, B * KV)](
-        q, rows.index, rows.slot, codes, ranges, s.scores, s.largest, s.mass, s.importance, s.peaks, pos, scale, rows.begin, sink, recent, C, D, N,
-        codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2),
-        G=G, GP=max(8, triton.next_power_of_2(G)), CP=max(16, triton.next_power_of_2(C)), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, AUTHORS=authors, num_warps=4,
+        q, rows.index, rows.slot, codes, ranges, s.scores, s.stats, s.importance, s.peaks, pos, scale, rows.begin, sink, recent, D, N,
+        codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H,
+        C=C, G=G, GP=power(G) if rows.bits < 8 else max(8, power(G)), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, AUTHORS=authors, num_warps=4, **(launch),
     )  # fmt: skip
     if not authors:
-        step = 4 * s.CHUNK
-        _importance_kernel[(triton.cdiv(N, step), B * KV)](s.scores, s.largest, s.mass, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, G=G, STEP=step, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=triton.next_power_of_2(chunks), num_warps=4)
-    KP, peaks = s.slots, triton.next_power_of_2(N // s.peak)
+        _importance_kernel[(chunks, B * KV)](
+            s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
+            G=G, BITS=rows.bits, STEP=s.CHUNK, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), num_warps=4, **launch,
+        )  # fmt: skip
+    KP, peaks = s.slots, power(N // s.peak)
     warps = min(max(max(KP * s.peak, peaks) // 512, 1), 16)
-    _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, s.topk, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps)
+    _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, s.topk, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
 
 
 # -------------------------------------------------------------------------------------- sparse layers: the small attention
@@ -1018,11 +1133,12 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
 
 @triton.jit
 def _gather_kernel(
-    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, part, lse, left, pos, scale, begin, sink, ring, recent, K, N, D, DV,
-    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr,
-    STAGED: tl.constexpr, TAIL: tl.constexpr, ALIGN: tl.constexpr,
+    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, part, parts, pos, scale, begin, sink, ring, recent, K, N, D, DV,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGED: tl.constexpr, TAIL: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _wait(PDL)
     kind = ring_k.dtype.element_ty
     size: tl.constexpr = kind.primitive_bitwidth // 8
     length = tl.load(pos) + 1
@@ -1030,6 +1146,7 @@ def _gather_kernel(
     i = tl.arange(0, TILE).to(tl.int64)
     g = tl.arange(0, GP)
     hat = tl.full([GP], float("-inf"), tl.float32)
+    hat_mean = tl.zeros([GP], tl.float32)
     # Addresses as numbers, since the rows lie in different tensors.
     if tile < SINK_TILES:
         row = tile * TILE + i
@@ -1058,10 +1175,13 @@ def _gather_kernel(
                 at_k = tl.where(here, tl.load(table + j * WIDTH + 2) + row * D * size, at_k)
                 at_v = tl.where(here, tl.load(table + j * WIDTH + 3) + row * DV * size, at_v)
         if TAIL:
-            hats = tl.load(scores + (head * N + p - begin)[None, :] * G + g[:, None], mask=(g < G)[:, None] & valid[None, :], other=float("-inf"))
+            hats = tl.load(scores + (head * G + g)[:, None] * N + _place(p - begin, BITS, CHUNK)[None, :], mask=(g < G)[:, None] & valid[None, :], other=float("-inf"))
             high = tl.max(hats, 1)
             safe = tl.where(high == float("-inf"), 0.0, high)
-            hat = safe + tl.log2(tl.sum(tl.exp2(hats - safe[:, None]), 1))
+            w = tl.exp2(hats - safe[:, None])
+            total = tl.sum(w, 1)
+            hat = safe + tl.log2(total)
+            hat_mean = tl.sum(tl.where(w > 0, w * hats, 0.0), 1) / tl.maximum(total, 1e-30)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     k = tl.load(tl.multiple_of(at_k, ALIGN).to(tl.pointer_type(kind))[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
@@ -1074,37 +1194,64 @@ def _gather_kernel(
     o = tl.sum(w[:, :, None] * v[None, :, :], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
     at = (head * G + g) * tl.num_programs(1) + tile
     tl.store(part + at[:, None] * DV + dv[None, :], o, mask=(g < G)[:, None] & (dv < DV)[None, :])
-    tl.store(lse + at, tl.where(total == 0.0, float("-inf"), high + tl.log2(total)), mask=g < G)
-    if TAIL:
-        tl.store(left + at, hat, mask=g < G)
+    tl.store(parts + at * 3, tl.where(total == 0.0, float("-inf"), high + tl.log2(total)), mask=g < G)
+    tl.store(parts + at * 3 + 1, hat, mask=g < G)
+    tl.store(parts + at * 3 + 2, hat_mean, mask=g < G)
 
 
-@triton.jit
-def _join_tail_kernel(part, lse, left, largest, mass, vsum, out, pos, sink, recent, K, tiles, chunks, DV, G: tl.constexpr, BLOCK_DV: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr, TAIL: tl.constexpr):
+@triton.jit(do_not_specialize=["chunks"])
+def _join_tail_kernel(
+    part, parts, stats, vsum, q, covariance, out, pos, scale, begin, sink, recent, K, tiles, chunks, heads, D, DV,
+    G: tl.constexpr, BLOCK_DV: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # of B * H
+    _wait(PDL)
     i = tl.arange(0, TILES)
-    dv = tl.arange(0, BLOCK_DV)
-    weight = tl.load(lse + row * tiles + i, mask=i < tiles, other=float("-inf"))
-    high = tl.max(weight, 0)
+    dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    lse = tl.load(parts + (row * tiles + i) * 3, mask=i < tiles, other=float("-inf"))
+    high = tl.max(lse, 0)
+    stat = heads.to(tl.int64) * chunks
     if TAIL:
-        everything = _total(largest, mass, row, chunks, CHUNKS)
-        high = tl.maximum(high, everything)
-    weight = tl.exp2(weight - high)
+        high = tl.maximum(high, _total(stats, stat, row, chunks, CHUNKS))
+    weight = tl.exp2(lse - high)
     o = tl.sum(weight[:, None] * tl.load(part + (row * tiles + i)[:, None] * DV + dv[None, :], mask=(i < tiles)[:, None] & (dv < DV)[None, :], other=0.0), 0)
     total = tl.sum(weight, 0)
     if TAIL:
         count = _edge(pos, recent) - sink
-        fetched = tl.sum(tl.exp2(tl.load(left + row * tiles + i, mask=i < tiles, other=float("-inf")) - high), 0)
-        rest = tl.where(count > K, tl.maximum(tl.exp2(everything - high) - fetched, 0.0), 0.0)
-        mean = (tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0) / tl.maximum(count, 1)).to(tl.float32)
-        o += rest * mean
+        c = tl.arange(0, CHUNKS)
+        stats += row * chunks + c
+        real = c < chunks
+        mass = tl.exp2(tl.load(stats, mask=real, other=float("-inf")) - high) * tl.load(stats + stat, mask=real, other=0.0)
+        there = real & (mass > 0.0)
+        fetched = tl.exp2(tl.load(parts + (row * tiles + i) * 3 + 1, mask=i < tiles, other=float("-inf")) - high)
+        rest = tl.where(count > K, tl.maximum(tl.sum(mass, 0) - tl.sum(fetched, 0), 0.0), 0.0)
+        value = (tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0) / tl.maximum(count, 1)).to(tl.float32)
+        o += rest * value
         total += rest
+        if TILT:
+            # The number of candidates in each chunk, for the mean and the variance of all scores.
+            first = begin + c * CHUNK
+            n = tl.maximum(tl.minimum(first + CHUNK, _edge(pos, recent)) - tl.maximum(first, sink), 0).to(tl.float32)
+            there = real & (n > 0)
+            means = tl.load(stats + 3 * stat, mask=there, other=0.0)
+            mean = tl.sum(n * means, 0) / tl.maximum(count, 1).to(tl.float32)
+            off = tl.where(there, means - mean, 0.0)
+            variance = (tl.sum(tl.load(stats + 4 * stat, mask=there, other=0.0), 0) + tl.sum(n * off * off, 0)) / tl.maximum(count, 1).to(tl.float32)
+            moved = tl.sum(mass * tl.load(stats + 2 * stat, mask=there, other=0.0), 0)
+            moved -= tl.sum(fetched * tl.load(parts + (row * tiles + i) * 3 + 2, mask=i < tiles, other=0.0), 0)
+            # Scores are times log2(e), r is of natural ones.
+            r = tl.where((variance > 0.0) & (rest > 0.0), (moved - mean * rest) * LOG2E / tl.maximum(variance, 1e-30), 0.0)
+            for start in range(0, D, STEP):
+                d = start + tl.arange(0, STEP)
+                x = tl.load(q + row * D + d, mask=d < D, other=0.0).to(tl.float32)
+                matrix = tl.load(covariance + (row // G * D + d)[:, None] * DV + dv[None, :], mask=(d < D)[:, None] & (dv < DV)[None, :], other=0.0)
+                o += tl.sum(x[:, None] * matrix, 0) * (r * scale)
     tl.store(out + row * DV + dv, (o / total).to(out.dtype.element_ty), mask=dv < DV)
 
 
 def gather_attention(
     q: Tensor, sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], table: Tensor | None, staged: tuple[Tensor, Tensor] | None, chosen: Tensor,
-    pos: Tensor, scale: float, recent: int, begin: int, scratch: Scratch, vsum: Tensor | None,
+    pos: Tensor, scale: float, recent: int, begin: int, scratch: Scratch, vsum: Tensor | None, covariance: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Exact attention over sink, chosen tokens and window; with `vsum`, the mass of the candidates left out goes to their mean value.
 
@@ -1112,6 +1259,7 @@ def gather_attention(
         q: `[B, H, 1, D]`. sink, ring: K and V, `[B, KV, sink, D]` and `[B, KV, slots, D]`. chosen: int32 `[B, KV, K]`, -1: none.
         table: of slabs, whose K and V rows are read in place in host memory; or staged: the rows themselves, `[B, KV, K, D]`.
         begin: position of the first score. vsum: the candidates' sum of V, float64 `[B, KV, Dv]`.
+        covariance: of K with V over the candidates, float32 `[B, KV, D, Dv]`: the value follows the query, see `retrieval.tail_shift`.
 
     Returns:
         `[B, H, 1, Dv]` in q's dtype.
@@ -1123,19 +1271,20 @@ def gather_attention(
     counts = [-(-n_sink // tile), -(-(recent + BLOCK - 1) // tile), -(-K // tile)]
     tiles = sum(counts)
     part = torch.empty(B * H, tiles, DV, dtype=torch.float32, device=q.device)
-    lse, left = (torch.empty(B * H, tiles, dtype=torch.float32, device=q.device) for _ in range(2))
+    parts = torch.empty(B * H, tiles, 3, dtype=torch.float32, device=q.device)  # log-sum-exp; that of the approximate scores, and their mean
     staged_k, staged_v = staged or ring
+    power, pdl, tail = triton.next_power_of_2, _pdl(q.device), vsum is not None
+    launch = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
     _gather_kernel[(B * KV, tiles)](
-        q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, part, lse, left, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV,
-        G=G, GP=triton.next_power_of_2(G), BLOCK_D=triton.next_power_of_2(D), BLOCK_DV=triton.next_power_of_2(DV), TILE=tile,
-        SINK_TILES=counts[0], RING_TILES=counts[1], WIDTH=table.shape[1] if table is not None else 0, STAGED=table is None, TAIL=vsum is not None,
-        ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=4,
+        q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV,
+        G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
+        WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=4, **launch,
     )  # fmt: skip
     out = torch.empty(B, H, 1, DV, dtype=q.dtype, device=q.device)
-    chunks = s.largest.shape[2]
-    _join_tail_kernel[(B * H,)](
-        part, lse, left, s.largest, s.mass, vsum, out, pos, n_sink, recent, K, tiles, chunks, DV,
-        G=G, BLOCK_DV=triton.next_power_of_2(DV), TILES=triton.next_power_of_2(tiles), CHUNKS=triton.next_power_of_2(chunks), TAIL=vsum is not None, num_warps=4,
+    chunks, width = s.stats.shape[3], min(32, power(DV))
+    _join_tail_kernel[(B * H, -(-DV // width))](
+        part, parts, s.stats, vsum, q, covariance, out, pos, scale, begin, n_sink, recent, K, tiles, chunks, B * H, D, DV,
+        G=G, BLOCK_DV=width, TILES=power(tiles), CHUNK=s.CHUNK, CHUNKS=power(chunks), TAIL=tail, TILT=covariance is not None, STEP=min(32, power(D)), num_warps=4, **launch,
     )  # fmt: skip
     return out
 

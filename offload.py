@@ -550,7 +550,7 @@ class Prefetcher:
         job.result()
         self._written[entry.turn % 2].wait()
         planes = self._front(self.rows[entry.turn % 2], stop - entry.begin)
-        return kernels.Rows(planes, self._index[entry.turn % 2], self._place, self.row_bits, entry.begin)
+        return kernels.Rows(planes, self._index[entry.turn % 2], self._place, self.row_bits, entry.begin, apart=True)
 
     def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
@@ -591,7 +591,7 @@ class ZeroCopy:
     where they are until their slot, the least recently used, is needed for another channel; with R = D all of them are there and
     nothing is ever fetched. Without, two buffers take turns as in `Prefetcher`.
 
-    GPU bytes, with P the positions of whole chunks of 512 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
+    GPU bytes, with P the positions of whole chunks of 1,024 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
     `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `kernels.Scratch`.
     Nothing on the host.
     """
@@ -697,7 +697,7 @@ class ZeroCopy:
         self._brought.remove(layer)
         if not self.complete:
             self._written[entry.turn].wait()
-        return kernels.Rows(self.planes[entry.turn], self._index[entry.turn], self._slot[entry.turn], self.row_bits, entry.begin)
+        return kernels.Rows(self.planes[entry.turn], self._index[entry.turn], self._slot[entry.turn], self.row_bits, entry.begin, apart=not self.complete)
 
     def done_with_rows(self, turn: int) -> None:
         """Nothing to do, see `bring`."""

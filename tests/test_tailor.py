@@ -389,7 +389,7 @@ def test_nbytes_is_the_account(plan, n, decoded, bits, D, B, better):
             if setting.tail:
                 expected["value sums"] = S * B * KV * D * 8
             if decoded:
-                rows = -(-((room - 56) // 64) // 8) * 8  # whole chunks of 512 positions
+                rows = -(-((room - 56) // 64) // 16) * 16  # whole chunks of 1,024 positions
                 each = 64 * item if setting.row_bits == 16 else 8 * setting.row_bits + 4
                 expected["critical rows"] = 2 * B * KV * 6 * rows * each
                 expected["fetched tokens"] = B * KV * 40 * 2 * D * item
