@@ -725,7 +725,8 @@ def choose_channels_twin(q, kmax, authors, index, slot, missing, held=None, stam
 # --------------------------------------------------------------------------------------- sparse layers: rows from the host
 
 # A slab table is int64 [1 + slabs, 2 + addresses]: its first entry says how many slabs there are; then, for each, its first
-# position, its size, and the addresses of its tensors as the GPU sees them. Slabs are added without moving anything.
+# position, its size, and the addresses, as the GPU sees them, of K, V (whose rows lie side by side, K first) and channel rows. Slabs are
+# added without moving anything.
 
 
 @triton.jit
@@ -831,8 +832,10 @@ def _place(n, BITS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _code(words, i: tl.constexpr, BITS: tl.constexpr):
-    """The i-th code of each word, as float32: put behind the leading bit of 2^23, since a conversion from integers runs at a quarter of the rate."""
-    return ((((words >> (i * BITS)) & (2**BITS - 1)) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0)[None, :]
+    """1 + code / 2^BITS of each word's i-th code: the code as the first bits behind a float's leading 1. A conversion from integers runs at a quarter of the rate."""
+    shift: tl.constexpr = 23 - BITS - i * BITS
+    bits = words << shift if shift >= 0 else words >> -shift
+    return ((bits & ((2**BITS - 1) << (23 - BITS))) | 0x3F800000).to(tl.float32, bitcast=True)[None, :]
 
 
 @triton.jit
@@ -883,12 +886,12 @@ def _scores_kernel(
     # read there touches no other position's score.
     if BITS <= 4:
         # Eight codes a word, a word a thread, which unpacks them once for all heads of the group: `[G, words]` has that layout, and no data
-        # passes between threads. score = sum_c q_c (zero_cb + scale_cb code).
+        # passes between threads. score = sum_c q_c (zero + step code) = sum_c q_c (zero - 2^BITS step) + sum_c q_c 2^BITS step (1 + code / 2^BITS).
         word = chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8)
         pair = (chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 8) // 8) * 2
         base = tl.zeros([GP, CHUNK // 8], tl.float32)
         a0, a1, a2, a3, a4, a5, a6, a7 = base, base, base, base, base, base, base, base
-        for c in tl.range(0, C, loop_unroll_factor=8):
+        for c in tl.range(0, C, loop_unroll_factor=4):
             row = tl.load(slot + head * C + c).to(tl.int64)
             channel = tl.load(index + head * C + c)
             x = tl.zeros([GP], tl.float32)
@@ -898,7 +901,8 @@ def _scores_kernel(
             words = tl.load(codes + head * code_head + row * code_row + word).to(tl.int32)
             at = ranges + head * range_head + row * range_row + pair
             step, zero = tl.load(at).to(tl.float32)[None, :], tl.load(at + 1).to(tl.float32)[None, :]
-            base += x * zero
+            step *= 2**BITS
+            base += x * (zero - step)
             x = x * step
             a0 += x * _code(words, 0, BITS)
             a1 += x * _code(words, 1, BITS)
@@ -1037,17 +1041,14 @@ def _threshold(x, count, limit):
     low = tl.full([], -(2**31), tl.int32)
     reached = tl.full([], 2**30, tl.int32)
     shift = tl.full([], 30, tl.int32)
-    one = tl.full([], 1, tl.int64)
     while (shift >= 0) & (reached > limit):
         step = tl.full([], 1, tl.int32) << shift
         first = low + step
         second = first + step
         third = second + step
-        # Three counts, below 2^20 each, in one sum.
-        counts = tl.sum(tl.where(x >= first, one, 0) + tl.where(x >= second, one << 20, 0) + tl.where(x >= third, one << 40, 0), 0)
-        a = (counts & 0xFFFFF).to(tl.int32)
-        b = ((counts >> 20) & 0xFFFFF).to(tl.int32)
-        c = (counts >> 40).to(tl.int32)
+        # Counts are below 2^15, so that two fit into one sum.
+        two = tl.sum(tl.where(x >= first, 1, 0) + tl.where(x >= second, 65536, 0), 0)
+        a, b, c = two & 65535, two >> 16, tl.sum(tl.where(x >= third, 1, 0), 0)
         if a >= count:
             low = first
             reached = a
@@ -1172,8 +1173,8 @@ def _gather_kernel(
                 start, rows = tl.load(table + j * WIDTH), tl.load(table + j * WIDTH + 1)
                 here = valid & (p >= start) & (p < start + rows)
                 row = head * rows + p - start
-                at_k = tl.where(here, tl.load(table + j * WIDTH + 2) + row * D * size, at_k)
-                at_v = tl.where(here, tl.load(table + j * WIDTH + 3) + row * DV * size, at_v)
+                at_k = tl.where(here, tl.load(table + j * WIDTH + 2) + row * (D + DV) * size, at_k)
+                at_v = tl.where(here, tl.load(table + j * WIDTH + 3) + row * (D + DV) * size, at_v)
         if TAIL:
             hats = tl.load(scores + (head * G + g)[:, None] * N + _place(p - begin, BITS, CHUNK)[None, :], mask=(g < G)[:, None] & valid[None, :], other=float("-inf"))
             high = tl.max(hats, 1)
