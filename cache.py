@@ -358,7 +358,7 @@ class FullCache(KVCache):
 
 PAPER = {
     "k_levels": "minmax", "v_levels": "minmax", "correct": False, "centre": 0,
-    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False,
+    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False, "tilt": False,
 }  # fmt: skip
 PRESETS = {
     # The best found with 192 tokens attended; evals/ingredients.py prints what each part brings.
@@ -393,6 +393,7 @@ class TailorConfig:
     centre: int = 1024  # first tokens whose mean value is subtracted before coding; 0: none
     row_bits: int = 4  # of the critical channels' rows: 2, 4, 8 or 16
     tail: bool = True  # give unfetched attention mass to the mean value
+    tilt: bool = True  # with the tail: let that value follow the query
     aggregation: str = "mean"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
     norm: str = "own"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
     static: bool = False  # channels chosen offline, from the plan, instead of at each step
@@ -471,7 +472,7 @@ class TailorCache(KVCache):
                 self.layers.append(QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre))
             else:
                 turn = self._sparse.index(layer)
-                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, self.pinner, self.prefetcher, turn)
+                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, self.pinner, self.prefetcher, turn, o.tilt)
                 if self._static is not None:
                     entry.static = self._static[layer][:, : o.channels].sort(-1).values.to(device)
                 self.layers.append(entry)

@@ -27,7 +27,7 @@ def options(**values) -> TailorConfig:
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking a failure takes many times as long as finding it
 
-BEST = {"k_levels": "lloyd", "correct": True, "centre": 200, "row_bits": 4, "tail": True, "aggregation": "mean", "norm": "own"}
+BEST = {"k_levels": "lloyd", "correct": True, "centre": 200, "row_bits": 4, "tail": True, "tilt": True, "aggregation": "mean", "norm": "own"}
 
 
 def tiny(G=3, D=64, L=4, seed=0) -> Llama:
@@ -388,6 +388,8 @@ def test_nbytes_is_the_account(plan, n, decoded, bits, D, B, better):
             expected["channel maxima"] = S * B * KV * D * item
             if setting.tail:
                 expected["value sums"] = S * B * KV * D * 8
+            if setting.tail and setting.tilt:
+                expected["moments"] = S * B * KV * (D + 1) ** 2 * 8
             if decoded:
                 rows = (room - 56) // 64
                 each = 64 * item if setting.row_bits == 16 else 8 * setting.row_bits + 4
