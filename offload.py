@@ -406,8 +406,9 @@ class Prefetcher:
         """Begin to fetch channel rows `index [B, KV, C]`, the whole blocks start .. stop - 1, of `layer`; `turn`: its place among sparse layers."""
         slot = turn % 2
         if self.cuda:
-            self._staging["index"][slot].copy_(index, non_blocking=True)
-            index = self._staging["index"][slot]
+            staged = self._staging["index"][slot].flatten()[: index.numel()].view(index.shape)
+            staged.copy_(index, non_blocking=True)
+            index = staged
         chosen = Event(self.device)
         chosen.record()
         self._jobs[layer] = self.submit(self._fetch_rows, slot, store, index, chosen, start, stop)
@@ -415,30 +416,30 @@ class Prefetcher:
     def _fetch_rows(self, slot: int, store: HostStore, index: Tensor, chosen: Event, start: int, stop: int) -> None:
         chosen.synchronize()
         if not self.cuda:
-            store.gather_channels(index, start, stop, self._front(self.rows[slot], stop - start))
+            store.gather_channels(index, start, stop, self._front(self.rows[slot], index.shape[2], stop - start))
             return
         self._written[slot].synchronize()  # the copy before this one has left the staging buffer
-        staged = self._front(self._staging["rows"][slot], stop - start)
+        staged = self._front(self._staging["rows"][slot], index.shape[2], stop - start)
         store.gather_channels(index, start, stop, staged)
         with torch.cuda.stream(self.stream):
             self._read[slot].wait()
-            for target, source in zip(self._front(self.rows[slot], stop - start), staged):
+            for target, source in zip(self._front(self.rows[slot], index.shape[2], stop - start), staged):
                 target.copy_(source, non_blocking=True)
             self._written[slot].record(self.stream)
 
-    def _front(self, buffer: list[Tensor], positions: int) -> list[Tensor]:
-        """The front of a row buffer as contiguous planes for so many positions, so that one transfer moves each whole."""
-        shapes = [(*plane.shape[:3], plane.shape[3] // self.blocks * (positions // BLOCK)) for plane in buffer]
+    def _front(self, buffer: list[Tensor], channels: int, positions: int) -> list[Tensor]:
+        """The front of a row buffer as contiguous planes for so many channels and positions, so that one transfer moves each whole."""
+        shapes = [(*plane.shape[:2], channels, plane.shape[3] // self.blocks * (positions // BLOCK)) for plane in buffer]
         return [plane.flatten()[: math.prod(shape)].view(shape) for plane, shape in zip(buffer, shapes)]
 
-    def take_rows(self, layer: int, turn: int, positions: int) -> Tensor | None:
+    def take_rows(self, layer: int, turn: int, channels: int, positions: int) -> Tensor | None:
         """The prefetched rows, float32 `[B, KV, C, positions]`, once they are there; None if `layer` has none under way. Raises what the thread raised."""
         job = self._jobs.pop(layer, None)
         if job is None:
             return None
         job.result()
         self._written[turn % 2].wait()
-        return decode_rows(self._front(self.rows[turn % 2], positions), self.row_bits)
+        return decode_rows(self._front(self.rows[turn % 2], channels, positions), self.row_bits)
 
     def done_with_rows(self, turn: int) -> None:
         """The current stream has read the rows: their buffer may be written again."""

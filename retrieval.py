@@ -275,10 +275,10 @@ class SparseLayer:
             B, KV = self.kmax.shape[:2]
             return torch.arange(start, stop, device=q.device).expand(B, KV, -1).contiguous(), None
         begin = start // BLOCK * BLOCK  # rows come in whole blocks
-        rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
+        rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
         if rows is None:  # layer 0 has no layer before it: its channels are chosen, exactly, on the spot
             self.foresee(layer, q, stop + self.recent)
-            rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
+            rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
         scores = approximate_scores(q, self._index, rows[..., start - begin :], scale)
         self.prefetcher.done_with_rows(self.turn)
         chosen = select_tokens(importance(scores, self.authors), self.topk)

@@ -4,8 +4,8 @@
     python evals/ingredients.py --ckpt smollm2 --text a.txt b.txt --texts 10 --plot ingredients.png
 
 KL and top-1 agreement are measured as in `fidelity.py`, on its texts or those given. Bytes are those of one yardstick whatever is
-measured: Llama-3.1-8B's shape at 131,072 tokens in 16 bits, batch 1, one quantised layer (`account`, which tests hold against what
-a cache says of itself): held on the GPU, sent over PCIe for each decoded token, held on the host.
+measured: Llama-3.1-8B's shape at 131,072 tokens in 16 bits, batch 1, one quantised layer (`cache.account`, which tests
+hold against what a cache says of itself): held on the GPU, sent over PCIe for each decoded token, held on the host.
 """
 
 import argparse
@@ -15,9 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the modules are a flat folder, not an installed package
 
-from cache import TailorCache, TailorConfig, parse_spec
+from cache import TailorCache, account, parse_spec
 from evals import common, fidelity
-from offload import BLOCK
 
 SHAPE = {"layers": 32, "kv_heads": 8, "head_dim": 128, "tokens": 131072}  # Llama-3.1-8B
 PAPER = "tailor:preset=longbench"
@@ -47,31 +46,6 @@ ROWS = [
     ("the paper's with 4 channels", f"{PAPER},channels=4"),
     ("the paper's with 16 channels", f"{PAPER},channels=16"),
 ]
-
-
-def account(options: TailorConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, quantised: int = 1, itemsize: int = 2) -> dict[str, int]:
-    """Bytes of a `TailorCache` that decodes at `tokens` tokens: "gpu" and "host" held, "pcie" sent to the GPU for a token.
-
-    The sums that `QuantLayer`, `SparseLayer`, `Prefetcher` and `HostStore` state, at a capacity of exactly `tokens`.
-    """
-    o, D, KV, sparse = options, head_dim, kv_heads, layers - quantised
-    blocks, groups, g = -(-tokens // o.group), -(-D // o.group), o.group
-    codes = blocks * (D * -(-g * o.bits // 8) + g * -(-D * o.bits // 8))
-    ranges = blocks * (2 * D + 2 * g * groups) * 2
-    means = (blocks * o.correct + 2) * D * 4 if o.correct or o.centre else 0
-    ring = (max(o.residual + 256, o.centre) + g) * 2 * D * itemsize
-    edge = max(0, tokens - o.recent) // BLOCK * BLOCK
-    held = (o.sink + -(-o.recent // BLOCK) * BLOCK + BLOCK) * 2 * D * itemsize + D * itemsize
-    held += o.tail * D * 8 + (o.tail and o.tilt) * (D + 1) ** 2 * 8
-    block = BLOCK * itemsize if o.row_bits == 16 else BLOCK * o.row_bits // 8 + 4  # bytes of a channel's row
-    rows = min(o.channels, D) * max(0, edge // BLOCK - o.sink // BLOCK) * block
-    fetched = o.topk * 2 * D * itemsize
-    stored = edge * 2 * D * itemsize + edge // BLOCK * D * (block + itemsize + 4)  # K, V; rows, maxima, sums of V
-    return {
-        "gpu": KV * (quantised * (codes + ranges + means + ring) + sparse * held + (2 * rows + fetched) * (sparse > 0)),
-        "pcie": KV * sparse * (rows + min(fetched, edge * 2 * D * itemsize)),
-        "host": KV * sparse * stored,
-    }
 
 
 def table(rows: list[dict]) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import embedded
-from cache import KVCache, TailorCache, make_cache, parse_spec
+from cache import KVCache, TailorCache, account, make_cache, parse_spec
 from calibrate import Plan
 from evals import common, fidelity, findings, ingredients, needles
 from model import Llama
@@ -177,8 +177,12 @@ def test_findings_end_to_end(tiny, capsys):
     assert capsys.readouterr().out.count("\n") == 5
 
 
+MIXED = SimpleNamespace(quantised=(0,), settings=({"bits": 4}, {"channels": 5, "topk": 200}, {"topk": 64}))
+
+
+@pytest.mark.parametrize("plan", [None, MIXED])
 @pytest.mark.parametrize("spec", ["tailor:preset=longbench", "tailor:preset=best", "tailor:preset=tiny", "tailor:bits=4,row_bits=2,centre=0,topk=40"])
-def test_the_yardstick_is_what_a_cache_holds_and_sends(spec, monkeypatch):
+def test_the_yardstick_is_what_a_cache_holds_and_sends(spec, plan, monkeypatch):
     """Bytes in a table are worth what the code that holds them says."""
     L, KV, D, N = 3, 2, 32, 1670
     sent = []
@@ -193,7 +197,7 @@ def test_the_yardstick_is_what_a_cache_holds_and_sends(spec, monkeypatch):
         monkeypatch.setattr(HostStore, name, counted)
     generator = torch.Generator().manual_seed(0)
     options = parse_spec(spec)[1]
-    with TailorCache(SimpleNamespace(num_hidden_layers=L), (0,), options, capacity=N) as cache:
+    with TailorCache(SimpleNamespace(num_hidden_layers=L), plan or (0,), options, capacity=N) as cache:
         for T, decode in ((N - 1, False), (1, True)):
             cache.begin(T, decode)
             for layer in range(L):
@@ -202,7 +206,7 @@ def test_the_yardstick_is_what_a_cache_holds_and_sends(spec, monkeypatch):
             cache.end()
             if not decode:
                 host = sum(cache.nbytes()["host"].values())
-        expected = ingredients.account(options, L, KV, D, N)
+        expected = account(options, L, KV, D, N, plan)
         assert sum(cache.nbytes()["gpu"].values()) - cache.pos.nbytes == expected["gpu"]
         assert (sum(sent), host) == (expected["pcie"], expected["host"])
 
@@ -210,7 +214,7 @@ def test_the_yardstick_is_what_a_cache_holds_and_sends(spec, monkeypatch):
 def test_presets_keep_their_budgets():
     """Better text for more bytes is no news. Llama-3.1-8B at 131,072 tokens: 16 GiB in all, 192 tokens attended."""
     options = {name: parse_spec(f"tailor:preset={name}")[1] for name in ("longbench", "best", "tiny")}
-    paper, best, tiny = (ingredients.account(each, **ingredients.SHAPE) for each in options.values())
+    paper, best, tiny = (account(each, **ingredients.SHAPE) for each in options.values())
     assert best["gpu"] <= 0.05 * 2**34 and tiny["gpu"] <= paper["gpu"]
     assert max(best["pcie"], tiny["pcie"]) <= paper["pcie"] and max(best["host"], tiny["host"]) <= paper["host"]
     assert all(each.sink + each.recent + each.topk == 192 for each in options.values())
@@ -222,7 +226,7 @@ def test_ingredients_end_to_end(tiny, capsys, tmp_path):
     found = object_from(capsys, ingredients, flags)
     assert [(row["name"], row["cache"]) for row in found["results"]] == ingredients.ROWS
     rows = {row["name"]: row for row in found["results"]}
-    assert rows["all: best"]["bytes"] == ingredients.account(parse_spec("tailor:preset=best")[1], **ingredients.SHAPE)
+    assert rows["all: best"]["bytes"] == account(parse_spec("tailor:preset=best")[1], **ingredients.SHAPE)
     assert rows["quantised layer alone, best"]["bytes"] is None
     assert rows["quantised layer alone, paper"]["kl"] != rows["the paper's, 1 bit"]["kl"]
     assert ingredients.main([*flags, "--cache", "tailor:preset=tiny"]) == 0
