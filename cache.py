@@ -399,11 +399,13 @@ class FullCache(KVCache):
 
 PAPER = {
     "k_levels": "minmax", "v_levels": "minmax", "correct": False, "centre": 0,
-    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False,
+    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False, "tilt": False,
 }  # fmt: skip
 PRESETS = {
-    # The best found with 192 tokens attended; evals/ingredients.py prints what each part brings.
-    "best": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 24},
+    # The best found with 192 tokens attended and no more bytes over PCIe than "longbench"; evals/ingredients.py prints what each part brings.
+    "best": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 28},
+    # The best found that fits into the GPU bytes of "longbench". The tail's covariances would not leave room for channels.
+    "tiny": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 21, "centre": 384, "tilt": False},
     # The paper's settings (appendix tables 5, 6 and 9); -2: two bits, as the authors' RULER and InfiniteBench scripts use.
     "longbench": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 8, **PAPER},
     "longbench-2": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 8, **PAPER},
@@ -434,6 +436,7 @@ class TailorConfig:
     centre: int = 1024  # first tokens whose mean value is subtracted before coding; 0: none
     row_bits: int = 4  # of the critical channels' rows: 2, 4, 8 or 16
     tail: bool = True  # give unfetched attention mass to the mean value
+    tilt: bool = True  # with the tail: let that value follow the query
     aggregation: str = "mean"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
     norm: str = "own"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
     prefetch: str = "auto"  # how rows come from the host: "thread" gathers them there, "uva" reads them in place from the GPU; auto: uva where it can
@@ -489,8 +492,9 @@ class TailorCache(KVCache):
     def __init__(self, config, plan=None, options: TailorConfig | None = None, device: str | torch.device = "cpu", capacity: int = 0):
         """
         Args:
-            plan: which layers are quantised: their indices, or an object with `quantised` (indices) and, for static
-                channels, `channels` (`[KV, C']` per layer, most important first); None: layer 0 alone.
+            plan: which layers are quantised: their indices, or an object with `quantised` (indices), perhaps `settings` (a
+                dict a layer, which overrides the options' bits, channels and topk there) and, for static channels,
+                `channels` (`[KV, C']` per layer, most important first); None: layer 0 alone.
         """
         super().__init__(config, options, device, capacity)
         self.quantised = tuple(sorted(set(getattr(plan, "quantised", (0,) if plan is None else plan))))
@@ -498,6 +502,7 @@ class TailorCache(KVCache):
             raise ValueError(f"the plan quantises layers {self.quantised}, and the model has layers 0 to {self.num_layers - 1}")
         if self.options.static and getattr(plan, "channels", None) is None:
             raise ValueError("static=true needs a plan with channels; make one with calibrate.py --channels")
+        self.settings = [dict(each) for each in getattr(plan, "settings", None) or [{}] * self.num_layers]
         self.predicts_with = self.options.norm
         self._static = plan.channels if self.options.static else None
         self._cuda = self.pos.device.type == "cuda"
@@ -512,11 +517,12 @@ class TailorCache(KVCache):
         self.pinner, self.prefetcher = Pinner(device), self._new_prefetcher()
         self.layers: list[QuantLayer | SparseLayer] = []
         for layer in range(self.num_layers):
+            o = dataclasses.replace(self.options, **self.settings[layer])
             if layer in self.quantised:
                 self.layers.append(QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre))
             else:
                 turn = self._sparse.index(layer)
-                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, self.pinner, self.prefetcher, turn)
+                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, self.pinner, self.prefetcher, turn, o.tilt)
                 if self._static is not None:
                     entry.static = self._static[layer][:, : o.channels].sort(-1).values.to(device)
                 self.layers.append(entry)
@@ -571,6 +577,7 @@ class TailorCache(KVCache):
             self._reserve(tokens)
             if self._decoding and self.dense is None:
                 self._age(tokens)
+                self._settle_layers(tokens)
                 # A block is due when an edge moves: all edges do so 64 (or `group`) tokens apart.
                 due = min((next(n for n in range(tokens + 1, tokens + 1025) if layer.edge(n) > layer.edge(tokens)) for layer in self._kinds()), default=tokens + 1)
                 self._nothing_due_until = min(due - 1, self.capacity)
@@ -590,6 +597,12 @@ class TailorCache(KVCache):
             layer.absorb(k[:, :, : self.length], v[:, :, : self.length], 0, self.length)
         if self._decoding:
             self._age(tokens)
+            self._settle_layers(tokens)
+
+    def _settle_layers(self, tokens: int) -> None:
+        for layer in self._sparse:
+            if self.layers[layer].by_kernels(tokens):
+                self.layers[layer].settle(tokens)
 
     def _reserve(self, tokens: int) -> None:
         """Room in all tiers for `tokens` tokens, or for the capacity that was asked for."""
@@ -606,7 +619,8 @@ class TailorCache(KVCache):
         if self._decoding and self._sparse:
             edge = self.layers[self._sparse[0]].edge(room)
             if edge > self.options.sink:
-                channels = min(self.options.channels, self._like[0].shape[3])
+                channels, topk = (max(getattr(self.layers[layer], name) for layer in self._sparse) for name in ("channels", "topk"))
+                channels = min(channels, self._like[0].shape[3])
                 sparse = [self.layers[layer] for layer in self._sparse]
                 if isinstance(self.prefetcher, ZeroCopy) and sparse[0].store.slabs:
                     sparse[-1].store.slabs[-1].wait()
@@ -615,7 +629,7 @@ class TailorCache(KVCache):
                         for layer in sparse:
                             layer.prefetcher = self.prefetcher
                 begin = sparse[0].begin
-                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - begin, self.options.topk)
+                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - begin, topk)
                 if isinstance(self.prefetcher, ZeroCopy):
                     self.prefetcher.settle([layer.store for layer in sparse], begin, sparse[0].edge(self.length))
 
@@ -884,7 +898,7 @@ class TailorCache(KVCache):
     # -- on disk
 
     def _about(self) -> dict:
-        return {"quantised": list(self.quantised)}
+        return {"quantised": list(self.quantised), "settings": self.settings if any(self.settings) else None}
 
     def _tensors(self) -> dict[str, Tensor]:
         self._settle()
@@ -925,6 +939,44 @@ class TailorCache(KVCache):
                     if size:
                         parts[tier][name] = parts[tier].get(name, 0) + size
         return parts
+
+
+def layer_account(options: TailorConfig, quantised: bool, kv_heads: int, head_dim: int, tokens: int, itemsize: int = 2) -> dict[str, int]:
+    """Bytes of one layer at `tokens` tokens, batch 1, as `QuantLayer`, `SparseLayer` and `HostStore` state them at a capacity of exactly so many.
+
+    "gpu" and "host" are held, "pcie" is sent to the GPU for each decoded token. "rows" and "fetched" are what a sparse layer needs of
+    the buffers that sparse layers share.
+    """
+    o, D, g = options, head_dim, options.group
+    if quantised:
+        blocks = -(-tokens // g)
+        codes = blocks * (D * -(-g * o.bits // 8) + g * -(-D * o.bits // 8))
+        ranges = blocks * (2 * D + 2 * g * -(-D // g)) * 2
+        means = (blocks * o.correct + 2) * D * 4 if o.correct or o.centre else 0
+        ring = (max(o.residual + QuantLayer.SLACK, o.centre) + g) * 2 * D * itemsize
+        return {"gpu": kv_heads * (codes + ranges + means + ring), "pcie": 0, "host": 0, "rows": 0, "fetched": 0}
+    edge = max(0, tokens - o.recent) // BLOCK * BLOCK
+    held = (o.sink + -(-o.recent // BLOCK) * BLOCK + BLOCK) * 2 * D * itemsize + D * itemsize
+    held += o.tail * D * 8 + (o.tail and o.tilt) * (D + 1) ** 2 * 8
+    block = BLOCK * itemsize if o.row_bits == 16 else BLOCK * o.row_bits // 8 + 4  # bytes of a channel's row
+    rows = min(o.channels, D) * max(0, edge // BLOCK - o.sink // BLOCK) * block
+    token = 2 * D * itemsize
+    stored = edge * token + edge // BLOCK * D * (block + itemsize + 4)  # K and V; rows, maxima, sums of V
+    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": 2 * rows, "fetched": o.topk * token}
+    return {name: kv_heads * size for name, size in found.items()}
+
+
+def account(options: TailorConfig, layers: int, kv_heads: int, head_dim: int, tokens: int, plan=None, itemsize: int = 2) -> dict[str, int]:
+    """Bytes of a `TailorCache` that decodes at `tokens` tokens, batch 1: "gpu" and "host" held, "pcie" sent to the GPU for a token.
+
+    `plan` as there; layer 0 is quantised without one.
+    """
+    quantised, settings = getattr(plan, "quantised", (0,)), getattr(plan, "settings", None) or [{}] * layers
+    parts = [
+        layer_account(dataclasses.replace(options, **each), layer in quantised, kv_heads, head_dim, tokens, itemsize) for layer, each in enumerate(settings)
+    ]
+    found = {name: sum(part[name] for part in parts) for name in ("gpu", "pcie", "host")}
+    return found | {"gpu": found["gpu"] + sum(max(part[name] for part in parts) for name in ("rows", "fetched"))}
 
 
 # ------------------------------------------------------------------------------------------------------ specs by name
@@ -997,7 +1049,7 @@ def load_cache(path: str | Path, config, device: str | torch.device = "cpu", cap
     options = cls.Options(**about["options"])
     if cls is TailorCache:
         static = [stored[name] for layer in range(about["layers"]) if (name := f"cache.{layer}.static") in stored]
-        cache = cls(config, SimpleNamespace(quantised=about["quantised"], channels=static or None), options, device, capacity)
+        cache = cls(config, SimpleNamespace(quantised=about["quantised"], settings=about.get("settings"), channels=static or None), options, device, capacity)
     else:
         cache = cls(config, options, device, capacity)
     return cache, *cache.load(path)

@@ -4,6 +4,7 @@
     python calibrate.py                                     the embedded model on the text shipped with the project
     python calibrate.py --ckpt PATH_OR_HUB_ID --text a.txt b.txt --out plan.json --plot layers.png
     python calibrate.py --ckpt ... --observe                the paper's other observations of a model as well
+    python calibrate.py --ckpt ... --by damage --cache tailor:preset=best --budget 0.3GiB@128k --out plan.json
 
 A layer's sparse error P is the attention mass that the 5 % largest weights of a row leave out, averaged over heads and the
 last queries of a text. Where P is above tau the layer attends densely: it survives coarse codes but not a choice of tokens.
@@ -18,6 +19,10 @@ Three things differ from the paper or its code:
 
 The model runs unchanged: a cache that attends exactly sees every query and key, and keeps those of one layer at a time. So
 131,072 tokens need the K and V of one layer, the hidden state, and a bounded piece of the scores: no N x N tensor.
+
+P is a proxy. `--by damage` measures instead what each layer costs: the KL of the next-token distributions of a text's last tokens
+when this layer alone runs as TailorKV's (`damages`), for some bits, channels and numbers of fetched tokens. Damages of layers are
+taken to add up, and `choose` finds the plan of least damage within a budget of GPU bytes, or of least bytes within a damage.
 
 Shapes: `B` batch, `T` tokens in this call, `N` tokens of the text, `L` layers, `H` query heads, `KV` key/value heads,
 `G = H // KV`, `D` head_dim, `n` last queries; heads are `[B, H, T, D]`.
@@ -42,10 +47,11 @@ from tqdm import tqdm
 
 import embedded
 from attention import causal_attention
-from cache import KVCache
+from cache import FullCache, KVCache, TailorCache, TailorConfig, account, layer_account, parse_spec
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
-from offload import largest
-from retrieval import critical_channels
+from offload import BLOCK, Pinner, Prefetcher, largest
+from quant import BITS, QuantLayer
+from retrieval import SparseLayer, critical_channels
 from tokenizer import Tokenizer
 
 # Of generate.py only the command line's helpers are used, and they are imported where they are used: it imports this module.
@@ -87,6 +93,8 @@ class Plan:
     fingerprint: str = ""  # of the model
     text_sha256: tuple[str, ...] = ()  # of each text, as UTF-8, before it was cut
     channels: list[Tensor] | None = dataclasses.field(default=None, compare=False, repr=False)  # int64 [KV, C'] a layer, most important first
+    settings: tuple[dict[str, int], ...] | None = None  # a layer: what overrides the cache's bits, channels and topk
+    damage: tuple[float, ...] | None = None  # a layer: the KL in nats that it was measured to cost alone under its settings
 
     def __post_init__(self):
         def share(x) -> bool:
@@ -105,6 +113,8 @@ class Plan:
             ("k", whole(self.k, 0), "a whole number of at least 0"),
             ("fingerprint", isinstance(self.fingerprint, str), "a text"),
             ("text_sha256", isinstance(self.text_sha256, tuple) and all(isinstance(text, str) for text in self.text_sha256), "a list of texts"),
+            ("settings", self.settings is None or _are_settings(self.settings, L), f"for each of {L} layers an object of bits, channels or topk, or null"),
+            ("damage", self.damage is None or (isinstance(self.damage, tuple) and len(self.damage) == L and all(type(x) in (int, float) and math.isfinite(x) for x in self.damage)), "a number for each layer, or null"),
             ("channels", self.channels is None or _are_ranks(self.channels, L), f"as many different channels for every head of the {L} layers, or null"),
         ):  # fmt: skip
             if not good:
@@ -151,6 +161,7 @@ class Plan:
             found = f"format {raw.get('format')!r}" if isinstance(raw, dict) else f"a {type(raw).__name__}"
             raise ValueError(f"{path} has {found} where a plan of format {FORMAT!r} belongs; {remedy}")
         names = [entry.name for entry in dataclasses.fields(cls)]
+        raw = {"settings": None, "damage": None} | raw  # plans from before they could be measured have neither
         if absent := [name for name in names if name not in raw]:
             raise ValueError(f"{path} has no {', '.join(absent)}; {remedy}")
         try:
@@ -161,6 +172,13 @@ class Plan:
         if raw.get("classes", list(plan.classes)) != list(plan.classes):  # one of them was edited by hand
             raise ValueError(f"{path} has classes that contradict quantised = {list(plan.quantised)}; correct one of them, or {remedy}")
         return plan
+
+
+def _are_settings(settings, layers: int) -> bool:
+    ranges = {"bits": BITS, "channels": range(1, 1025), "topk": range(2**20 + 1)}
+    if not isinstance(settings, tuple) or len(settings) != layers or not all(isinstance(each, dict) for each in settings):
+        return False
+    return all(name in ranges and type(value) is int and value in ranges[name] for each in settings for name, value in each.items())
 
 
 def _are_ranks(channels, layers: int) -> bool:
@@ -346,6 +364,151 @@ def classify(model: Llama, ids, tau: float = TAU, n_q: int = N_Q, channels: bool
     return conclude(model, [examine(model, text[None, :shortest], n_q) for text in texts], tau, channels)
 
 
+# ------------------------------------------------------------------------------------------------------------- damage
+
+
+class _Trial:
+    """What decoder layers attend through over the tokens after a prompt: exactly, but for one layer, which attends as an `entry` does.
+
+    The entry is a `QuantLayer` or a `SparseLayer`, and goes token by token as in decoding, so that what is measured is the code that runs.
+    """
+
+    rotary = "model"
+
+    def __init__(self, full: FullCache, prompt: int):
+        self.full, self.prompt = full, prompt
+        self.layer, self.entry, self.foreseen = -1, None, None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        n, T = self.prompt, k.shape[2]
+        K, V = (x[layer][:, :, :n] for x in (self.full.k, self.full.v))
+        if layer != self.layer:
+            return causal_attention(q, torch.cat((K, k), 2), torch.cat((V, v), 2), scale)
+        scale, entry, outputs = q.shape[3] ** -0.5 if scale is None else scale, self.entry, []
+        if sparse := isinstance(entry, SparseLayer):
+            room = entry.edge(n + T) - entry.sink_size // BLOCK * BLOCK
+            entry.reserve(k, v, n + T, True)
+            if room > 0:
+                entry.prefetcher.reserve(k, v, min(entry.channels, k.shape[3]), room, entry.topk)
+        else:
+            entry.reserve(k, v, n + T)
+        entry.absorb(K, V, 0, n)
+        for i in range(T):
+            length, one = n + i + 1, slice(i, i + 1)
+            if not sparse:
+                entry.age(length)
+                outputs.append(entry.attend(q[:, :, one], k[:, :, one], v[:, :, one], scale, length))
+                continue
+            if (block := entry.leaving(length)) is not None:
+                entry.store.write(entry.edge(length) - BLOCK, *block)
+            if k.device.type == "cuda":
+                torch.cuda.synchronize(k.device)  # the host's rows are there
+            if self.foreseen is not None:
+                entry.foresee(layer, self.foreseen[:, :, one], length)
+            outputs.append(entry.attend(layer, q[:, :, one], k[:, :, one], v[:, :, one], scale, length))
+        return torch.cat(outputs, 2)
+
+
+def tries(options: TailorConfig) -> list[tuple[bool, dict[str, int]]]:
+    """What each layer is tried as, `(quantised, settings)`: 1, 2 or 4 bits; half or all of the options' channels, and half, once or twice their tokens."""
+    counts = sorted({max(1, options.channels // 2), options.channels})
+    fetched = sorted({options.topk // 2, options.topk, 2 * options.topk})
+    return [(True, {"bits": bits}) for bits in (1, 2, 4)] + [(False, {"channels": C, "topk": K}) for C in counts for K in fetched]
+
+
+@torch.no_grad()
+def damages(model: Llama, ids: Tensor, options: TailorConfig, steps: int = N_Q, progress=None) -> list[list[float]]:
+    """For each layer, and each of `tries(options)`: KL in nats to the exact model, if this layer alone runs so. A mean over the last `steps` tokens of `ids [1, N]`."""
+    device, n = model.device, ids.shape[1] - steps
+    if n <= options.dense:
+        raise ValueError(f"the text has {ids.shape[1]:,} tokens; damage is measured on more than {options.dense + steps:,}, up to which everything is attended")
+    full = FullCache(model.config, device=device, capacity=n)
+    model.prefill(ids[:, :n], full)
+    trial, entering = _Trial(full, n), []
+    cos, sin = model.rope(torch.arange(n, n + steps, device=device))
+
+    def rest(h: Tensor, first: int) -> Tensor:
+        for number in range(first, len(model.layers)):
+            if trial.layer < 0:
+                entering.append(h.clone())
+            model.layers[number](h, number, trial, cos, sin)
+        return model.lm_head(model.norm(h[0])).double().log_softmax(-1)
+
+    exact = rest(model.embed_tokens(ids[:, n:].to(device)), 0)
+    found = []
+    for layer in range(len(model.layers)):
+        trial.layer, row = layer, []
+        trial.foreseen = model.predict_query(layer, entering[layer - 1], cos, sin, options.norm) if layer else None
+        for quantised, setting in tries(options):
+            o, pinner, prefetcher = dataclasses.replace(options, **setting), Pinner(device), Prefetcher(device, options.row_bits)
+            if quantised:
+                trial.entry = QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre)
+            else:
+                trial.entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, pinner, prefetcher, 0, o.tilt)
+            try:
+                other = rest(entering[layer].clone(), layer)
+            finally:
+                prefetcher.close()
+                if not quantised:
+                    trial.entry.store.close()
+                pinner.close()
+            row.append(float((exact.exp() * (exact - other)).sum(-1).mean().clamp(min=0)))
+            if progress:
+                progress(1)
+        found.append(row)
+    return found
+
+
+def choose(damage: list[list[float]], options: TailorConfig, kv_heads: int, head_dim: int, tokens: int, itemsize: int = 2, budget: float = math.inf, loss: float = math.inf) -> Plan:
+    """The plan of least damage with at most `budget` GPU bytes at `tokens` tokens, or, given a `loss`, of fewest bytes with at most that damage.
+
+    Sparse layers fetch at most the options' topk tokens on average, so that no plan buys text with traffic. By Lagrange
+    multipliers, one for bytes and one for tokens: the best plan, but for plans between two neighbouring multipliers.
+
+    Raises:
+        ValueError: no plan keeps the limit; the message says what the least is.
+    """
+    layers, grid = len(damage), tries(options)
+    sizes = [layer_account(dataclasses.replace(options, **setting), quantised, kv_heads, head_dim, tokens, itemsize)["gpu"] for quantised, setting in grid]
+    extra = [0 if quantised else setting["topk"] - options.topk for quantised, setting in grid]  # traffic over what is allowed
+
+    def plan(picked: list[int]) -> tuple[float, int, Plan]:
+        quantised = tuple(layer for layer, i in enumerate(picked) if grid[i][0])
+        cost = tuple(row[i] for row, i in zip(damage, picked))
+        made = Plan(quantised, (None,) * layers, settings=tuple(dict(grid[i][1]) for i in picked), damage=cost)
+        return sum(cost), account(options, layers, kv_heads, head_dim, tokens, made, itemsize)["gpu"], made
+
+    found = []
+    multipliers = [0.0, *(10.0 ** (x / 4) for x in range(-48, 13))]
+    largest_size = max(*sizes, 1)
+    for limit in sorted({setting["channels"] for quantised, setting in grid if not quantised}):  # the row buffers are as large as the largest
+        usable = [i for i, (quantised, setting) in enumerate(grid) if quantised or setting["channels"] <= limit]
+        for price in multipliers:  # of all bytes that a layer can take, in nats
+            for fare in multipliers:  # of twice the tokens
+                picked = [min(usable, key=lambda i: (row[i] + price * sizes[i] / largest_size + fare * extra[i] / max(options.topk, 1), i)) for row in damage]
+                if sum(extra[i] for i in picked) <= 0:
+                    found.append(plan(picked))
+                    break  # a higher fare only costs
+    fitting = [entry for entry in found if entry[0] <= loss and entry[1] <= budget]
+    if not fitting:
+        least = min(entry[1] for entry in found) if math.isfinite(budget) else min(entry[0] for entry in found)
+        raise ValueError(f"no plan keeps to {budget / 2**30:.3f} GiB; the smallest takes {least / 2**30:.3f}" if math.isfinite(budget) else f"no plan keeps to a KL of {loss}; the best has {least:.4f}")
+    return min(fitting, key=(lambda entry: entry[:2]) if math.isinf(loss) else (lambda entry: entry[1::-1]))[2]
+
+
+def parse_budget(text: str) -> tuple[float, int]:
+    """`0.6GiB@128k`: bytes, and the tokens at which they are counted. Raises argparse.ArgumentTypeError."""
+    from generate import parse_tokens
+
+    size, at, tokens = text.partition("@")
+    try:
+        if not at or not size.endswith(("GiB", "MiB")):
+            raise ValueError
+        return float(size[:-3]) * (2**30 if size.endswith("GiB") else 2**20), parse_tokens(tokens)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no budget; give bytes and a length, like 0.6GiB@128k or 50MiB@8k") from None
+
+
 # ------------------------------------------------------------------------------------------------------ a plan for a model
 
 
@@ -444,6 +607,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tau", type=float, default=TAU, metavar="X", help="a layer whose P is above it is quantised")
     add("--out", default=argparse.SUPPRESS, metavar="FILE", help=f"write the plan here (default: where generate.py looks for this checkpoint's, if it is from {TOKENS:,} tokens or more)")
     add("--plot", default=argparse.SUPPRESS, metavar="FILE", help="also draw P; with --observe, FILE is the beginning of three names (needs matplotlib)")
+    add("--by", default="mass", choices=["mass", "damage"], help="what decides a layer's class: P, or the KL that it is measured to cost")
+    add("--cache", default="tailor:preset=best", metavar="SPEC", help="with --by damage: the cache to plan for")
+    add("--budget", type=parse_budget, default=argparse.SUPPRESS, metavar="SIZE@N", help="with --by damage: GPU bytes of the cache at N tokens in 16 bits: 0.6GiB@128k")
+    add("--loss", type=float, default=argparse.SUPPRESS, metavar="X", help="with --by damage, instead: the least bytes (at 128k tokens) whose damage is at most X nats")
     add("--channels", action="store_true", default=argparse.SUPPRESS, help="also rank each layer's channels, for --cache tailor:static=true (default: off)")
     add("--observe", action="store_true", default=argparse.SUPPRESS, help="also print how alike successive layers are, and which channels are critical (default: off)")
     add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1, ...")
@@ -539,6 +706,12 @@ def run(args) -> int:
             import matplotlib  # noqa: F401
         except ImportError:
             raise ValueError("--plot needs matplotlib, which is not installed; install it (pip install matplotlib) or leave --plot out") from None
+    if args.by == "damage":
+        cls, options = parse_spec(args.cache)
+        if cls is not TailorCache or ("budget" in args) == ("loss" in args) or "out" not in args:
+            raise ValueError("--by damage needs a tailor cache, either --budget or --loss, and --out: its plan is for that cache and limit alone")
+    elif {"budget", "loss"} & set(vars(args)):
+        raise ValueError("--budget and --loss need --by damage")
     for name in {"out", "plot"} & set(vars(args)):  # now, and not after minutes of work
         target = Path(getattr(args, name))
         if target.is_dir() or not target.parent.is_dir():
@@ -565,6 +738,16 @@ def run(args) -> int:
         probes = [examine(model, torch.tensor([text[:n]]), N_Q, observe, bar.update) for text in ids]
     plan = conclude(model, probes, args.tau, "channels" in args, tuple(map(_sha256, texts)))
 
+    if args.by == "damage":
+        measured = []
+        with tqdm(total=len(ids) * config.num_hidden_layers * len(tries(options)), desc="damage", unit="", disable=None, leave=False) as bar:
+            measured = [damages(model, torch.tensor([text[:n]]), options, progress=bar.update) for text in ids]
+        mean = [[sum(values) / len(measured) for values in zip(*rows)] for rows in zip(*measured)]
+        limits = {"budget": args.budget[0]} if "budget" in args else {"loss": args.loss}
+        tokens = args.budget[1] if "budget" in args else 131072
+        chosen = choose(mean, options, config.num_key_value_heads, config.head_dim, tokens, **limits)
+        plan = dataclasses.replace(plan, quantised=chosen.quantised, settings=chosen.settings, damage=chosen.damage)
+
     # A quick try on a few tokens, whose P is too large, must not become what generate.py goes by from then on.
     worth_keeping = n >= min(TOKENS, config.max_position_embeddings)
     out = Path(args.out) if "out" in args else cached_path(model) if worth_keeping else None
@@ -573,6 +756,11 @@ def run(args) -> int:
     written = ([out] if out else []) + (plot(Path(args.plot), plan, names, probes, observe) if "plot" in args else [])
     print(f"P: attention mass outside the {plan.k:,} largest weights a row; {n:,} tokens of {', '.join(names)}; last {plan.n_q} queries; tau {plan.tau}")
     print_classes(plan)
+    if plan.settings:
+        size = account(options, config.num_hidden_layers, config.num_key_value_heads, config.head_dim, tokens, plan)["gpu"]
+        print(f"by damage, for {args.cache}: KL {sum(plan.damage):.4f} if damages add up, {size / 2**30:.3f} GiB at {tokens:,} tokens")
+        for layer, (kind, setting, cost) in enumerate(zip(plan.classes, plan.settings, plan.damage)):
+            print(f"{layer:5}  {kind:9}  {cost:.5f}  " + " ".join(f"{name}={value}" for name, value in setting.items()))
     if observe:
         print_observations(names, probes)
     chosen = ", ".join(map(str, plan.quantised)) or "none"

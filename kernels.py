@@ -789,7 +789,7 @@ class Scratch:
         stats: `[5, B, H, N / CHUNK]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
             mean, and the sum of squares around it.
         importance: `[B, KV, N]` as `ordered` integers; peaks: its maximum over each `PEAK` positions.
-        blocks: int32 `[B, KV, K or more]`, peaks that are looked under.
+        blocks: int32 `[B, KV, K or more]`, the peaks that are looked under, for the largest K of any layer.
     """
 
     CHUNK = 1024
@@ -1124,9 +1124,9 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
             s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
             G=G, BITS=rows.bits, STEP=s.CHUNK, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), num_warps=4, **launch,
         )  # fmt: skip
-    KP, peaks = s.slots, power(N // s.peak)
+    K, KP, peaks = chosen.shape[2], power(chosen.shape[2]), power(N // s.peak)
     warps = min(max(max(KP * s.peak, peaks) // 512, 1), 16)
-    _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, s.topk, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
+    _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
 
 
 # -------------------------------------------------------------------------------------- sparse layers: the small attention
@@ -1134,7 +1134,7 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
 
 @triton.jit
 def _gather_kernel(
-    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, part, parts, pos, scale, begin, sink, ring, recent, K, N, D, DV,
+    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, part, parts, pos, scale, begin, sink, ring, recent, K, N, D, DV, staged_rows,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr,
     STAGED: tl.constexpr, TAIL: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -1164,8 +1164,8 @@ def _gather_kernel(
         p = tl.load(chosen + head * K + n, mask=n < K, other=-1).to(tl.int64)
         valid = p >= 0
         if STAGED:
-            at_k = staged_k.to(tl.int64) + (head * K + n) * D * size
-            at_v = staged_v.to(tl.int64) + (head * K + n) * DV * size
+            at_k = staged_k.to(tl.int64) + (head * staged_rows + n) * D * size
+            at_v = staged_v.to(tl.int64) + (head * staged_rows + n) * DV * size
         else:
             at_k = tl.zeros([TILE], tl.int64)
             at_v = tl.zeros([TILE], tl.int64)
@@ -1258,7 +1258,7 @@ def gather_attention(
 
     Args:
         q: `[B, H, 1, D]`. sink, ring: K and V, `[B, KV, sink, D]` and `[B, KV, slots, D]`. chosen: int32 `[B, KV, K]`, -1: none.
-        table: of slabs, whose K and V rows are read in place in host memory; or staged: the rows themselves, `[B, KV, K, D]`.
+        table: of slabs, whose K and V rows are read in place in host memory; or staged: the rows themselves, `[B, KV, >= K, D]`.
         begin: position of the first score. vsum: the candidates' sum of V, float64 `[B, KV, Dv]`.
         covariance: of K with V over the candidates, float32 `[B, KV, D, Dv]`: the value follows the query, see `retrieval.tail_shift`.
 
@@ -1277,7 +1277,7 @@ def gather_attention(
     power, pdl, tail = triton.next_power_of_2, _pdl(q.device), vsum is not None
     launch = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
     _gather_kernel[(B * KV, tiles)](
-        q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV,
+        q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV, staged_k.shape[2],
         G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
         WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=4, **launch,
     )  # fmt: skip

@@ -478,8 +478,9 @@ class Prefetcher:
         """Begin to fetch channel rows `index [B, KV, C]`, the whole blocks start .. stop - 1, of `layer`; `turn`: its place among sparse layers."""
         slot = turn % 2
         if self.cuda:
-            self._staging["index"][slot].copy_(index, non_blocking=True)
-            index = self._staging["index"][slot]
+            staged = self._staging["index"][slot].flatten()[: index.numel()].view(index.shape)
+            staged.copy_(index, non_blocking=True)
+            index = staged
         chosen = Event(self.device)
         chosen.record()
         self._jobs[layer] = self.submit(self._fetch_rows, slot, store, index, chosen, start, stop)
@@ -487,30 +488,30 @@ class Prefetcher:
     def _fetch_rows(self, slot: int, store: HostStore, index: Tensor, chosen: Event, start: int, stop: int) -> None:
         chosen.synchronize()
         if not self.cuda:
-            store.gather_channels(index, start, stop, self._front(self.rows[slot], stop - start))
+            store.gather_channels(index, start, stop, self._front(self.rows[slot], index.shape[2], stop - start))
             return
         self._written[slot].synchronize()  # the copy before this one has left the staging buffer
-        staged = self._front(self._staging["rows"][slot], stop - start)
+        staged = self._front(self._staging["rows"][slot], index.shape[2], stop - start)
         store.gather_channels(index, start, stop, staged)
         with torch.cuda.stream(self.stream):
             self._read[slot].wait()
-            for target, source in zip(self._front(self.rows[slot], stop - start), staged):
+            for target, source in zip(self._front(self.rows[slot], index.shape[2], stop - start), staged):
                 target.copy_(source, non_blocking=True)
             self._written[slot].record(self.stream)
 
-    def _front(self, buffer: list[Tensor], positions: int) -> list[Tensor]:
-        """The front of a row buffer as contiguous planes for so many positions, so that one transfer moves each whole."""
-        shapes = [(*plane.shape[:3], plane.shape[3] // self.blocks * (positions // BLOCK)) for plane in buffer]
+    def _front(self, buffer: list[Tensor], channels: int, positions: int) -> list[Tensor]:
+        """The front of a row buffer as contiguous planes for so many channels and positions, so that one transfer moves each whole."""
+        shapes = [(*plane.shape[:2], channels, plane.shape[3] // self.blocks * (positions // BLOCK)) for plane in buffer]
         return [plane.flatten()[: math.prod(shape)].view(shape) for plane, shape in zip(buffer, shapes)]
 
-    def take_rows(self, layer: int, turn: int, positions: int) -> Tensor | None:
+    def take_rows(self, layer: int, turn: int, channels: int, positions: int) -> Tensor | None:
         """The prefetched rows, float32 `[B, KV, C, positions]`, once they are there; None if `layer` has none under way. Raises what the thread raised."""
         job = self._jobs.pop(layer, None)
         if job is None:
             return None
         job.result()
         self._written[turn % 2].wait()
-        return decode_rows(self._front(self.rows[turn % 2], positions), self.row_bits)
+        return decode_rows(self._front(self.rows[turn % 2], channels, positions), self.row_bits)
 
     def done_with_rows(self, turn: int) -> None:
         """The current stream has read the rows: their buffer may be written again."""
@@ -545,7 +546,7 @@ class Prefetcher:
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
         """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch their rows of positions below `stop`."""
-        index = self._index[entry.turn % 2]
+        index = first_of(self._index[entry.turn % 2], entry.channels)
         if entry.static is not None:
             index.copy_(entry.static.expand_as(index))
         else:
@@ -559,8 +560,9 @@ class Prefetcher:
             return None
         job.result()
         self._written[entry.turn % 2].wait()
-        planes = self._front(self.rows[entry.turn % 2], stop - entry.begin)
-        return kernels.Rows(planes, self._index[entry.turn % 2], self._place, self.row_bits, entry.begin, apart=True)
+        planes = self._front(self.rows[entry.turn % 2], min(entry.channels, entry.kmax.shape[2]), stop - entry.begin)
+        index, place = first_of(self._index[entry.turn % 2], entry.channels), self._place[:, :, : entry.channels].contiguous()
+        return kernels.Rows(planes, index, place, self.row_bits, entry.begin, apart=True)
 
     def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
@@ -640,7 +642,7 @@ class ZeroCopy:
             self._held = [torch.full((*head, slots), -1, **ints) for _ in range(n)]
             self._stamp = [torch.zeros(*head, slots, dtype=torch.int64, device=device) for _ in range(n)]
         else:
-            self._slot = [torch.arange(channels, **ints).expand(*head, -1).contiguous()] * n
+            self._slot = [None] * n  # row i is the i-th channel's
         self._written = [Event(device) for _ in range(n)]
         return True
 
@@ -680,7 +682,7 @@ class ZeroCopy:
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
         """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch those of their rows that are not there."""
         turn = entry.turn
-        index, slot, missing = self._index[turn], self._slot[turn], self._missing[turn]
+        index, slot, missing = self._tables(entry)
         self._brought.add(layer)
         if self.complete:
             self._choose(entry, q, pos, index, slot, missing)
@@ -693,6 +695,13 @@ class ZeroCopy:
             rows = kernels.Rows(self.planes[turn], index, slot, self.row_bits, entry.begin)
             kernels.fetch_rows(entry.store.table(self.device), rows, missing if self.resident else None, entry.kmax.shape[2], pos, entry.recent)
             self._written[turn].record()
+
+    def _tables(self, entry) -> list[Tensor]:
+        """Channels, slots and misses `[B, KV, C]` of a layer."""
+        index, missing = (first_of(held[entry.turn], entry.channels) for held in (self._index, self._missing))
+        if self._slot[entry.turn] is None:
+            self._slot[entry.turn] = torch.arange(index.shape[2], dtype=torch.int32, device=self.device).expand(index.shape).contiguous()
+        return [index, first_of(self._slot[entry.turn], entry.channels), missing]
 
     def _choose(self, entry, q: Tensor, pos: Tensor, index: Tensor, slot: Tensor, missing: Tensor) -> None:
         if entry.static is None:
@@ -707,7 +716,8 @@ class ZeroCopy:
         self._brought.remove(layer)
         if not self.complete:
             self._written[entry.turn].wait()
-        return kernels.Rows(self.planes[entry.turn], self._index[entry.turn], self._slot[entry.turn], self.row_bits, entry.begin, apart=not self.complete)
+        index, slot, _ = self._tables(entry)
+        return kernels.Rows(self.planes[entry.turn], index, slot, self.row_bits, entry.begin, apart=not self.complete)
 
     def done_with_rows(self, turn: int) -> None:
         """Nothing to do, see `bring`."""
@@ -738,3 +748,9 @@ class ZeroCopy:
 def whole_chunks(blocks: int) -> int:
     """Blocks rounded up, since kernels read rows in whole chunks."""
     return -(-blocks * BLOCK // kernels.Scratch.CHUNK) * kernels.Scratch.CHUNK // BLOCK
+
+
+def first_of(table: Tensor, count: int) -> Tensor:
+    """The front of a table `[B, KV, n]` as one `[B, KV, count]`, or the whole of it if that is smaller."""
+    B, KV, n = table.shape
+    return table if count >= n else table.flatten()[: B * KV * count].view(B, KV, count)

@@ -149,6 +149,7 @@ class Ring:
         self.k = k.new_zeros(*k.shape[:2], size, k.shape[3])
         self.v = v.new_zeros(*v.shape[:2], size, v.shape[3])
         self.start = 0  # the oldest position whose slot has not been overwritten
+        self.companions: list[Tensor] = []  # that `save` and `roll_back` keep with it
         self._saved: tuple | None = None
 
     def slots(self, start: int, stop: int) -> Tensor:
@@ -175,14 +176,14 @@ class Ring:
 
     def save(self, length: int) -> None:
         """Remember the content as it is at `length` tokens, before a call that may not end overwrites it."""
-        self._saved = (length, self.start, self.k.clone(), self.v.clone())
+        self._saved = (length, self.start, [x.clone() for x in (self.k, self.v, *self.companions)])
 
     def roll_back(self, length: int) -> None:
         """Restore what `save(length)` remembered, if it did."""
         if self._saved is not None and self._saved[0] == length:
-            _, self.start, k, v = self._saved
-            self.k.copy_(k)
-            self.v.copy_(v)
+            _, self.start, saved = self._saved
+            for held, was in zip((self.k, self.v, *self.companions), saved):
+                held.copy_(was)
 
     def commit(self) -> None:
         self._saved = None

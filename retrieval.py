@@ -11,6 +11,7 @@ For a decode step at layer l,
     g. not in the paper, and off in its presets: the *tail*. The approximate scores cover every candidate, so they also say how
        much attention was not fetched. That mass goes to the candidates' mean value (the idea of SparQ Attention, 2312.04985)
        instead of being taken for zero.
+    h. nor this: with `tilt`, that value follows the query. See `tail_value`.
 
 The sink is the first `sink` tokens. The window is the newest `recent` tokens, its old end rounded down to a multiple of 64
 (`recent` to `recent + 63` tokens): behind that edge tokens live on the host, and all of them but the sink are candidates.
@@ -23,6 +24,7 @@ Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` hea
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -78,6 +80,50 @@ def select_tokens(scores: Tensor, count: int) -> Tensor:
     return positions.new_zeros(*scores.shape[:-1], count + 1).scatter_(-1, place, positions)[..., :count].contiguous()
 
 
+# ----------------------------------------------------------------------------------------------------------- the tail
+
+
+def moments_of(k: Tensor, v: Tensor, blocks: int = 16) -> Tensor:
+    """Sums over tokens of the products of `[k, 1]` and `[v, 1]`: `k [B, KV, T, D]`, `v [B, KV, T, Dv]` to float64 `[B, KV, D + 1, Dv + 1]`.
+
+    So the last row is the sum of v, the last column that of k. Tokens end at a block's edge. Each block's sums are rounded to a
+    millionth: sums of such numbers are exact in float64, so that the order in which blocks come does not show, and taking one out
+    leaves what was there before it. At most `blocks` blocks are widened at a time.
+    """
+    T, grid = k.shape[2], 2.0**20
+    total = k.new_zeros(*k.shape[:2], k.shape[3] + 1, v.shape[3] + 1, dtype=torch.float64)
+    cuts = [*range(T % BLOCK, T, blocks * BLOCK), T]  # a first block without the sink's tokens is shorter
+    for start, stop in zip([0, *cuts], cuts):
+        if stop > start:
+            a, b = (F.pad(x[:, :, start:stop].double(), (0, 1), value=1.0).unflatten(2, (-1, min(BLOCK, stop - start))) for x in (k, v))
+            total += (a.transpose(3, 4) @ b).mul_(grid).round_().sum(2)
+    return total / grid
+
+
+def tail_shift(q: Tensor, scores: Tensor, left: Tensor, covariance: Tensor, scale: float) -> Tensor:
+    """How far the value of the unfetched candidates lies from the candidates' mean value: float32 `[B, H, 1, Dv]`.
+
+    The mean would be right if weight and value were independent. But heavy tokens have keys like the query, and values go with
+    keys. In the linear regression of V on K, weighting tokens by exp(score) moves their mean value along Cov(V, K) q, as far
+    as it moves their mean score:
+
+        shift = r * scale * Cov(V, K) q,    r = (mean of the unfetched scores under their softmax - mean score) / variance of scores
+
+    the last two over all candidates. (With Gaussian keys, and none fetched, r is 1 and this is exact.)
+
+    Args:
+        q: the true query `[B, H, 1, D]`; covariance: of K with V over the candidates, float32 `[B, KV, D, Dv]`.
+        scores: approximate, of all candidates, `[B, KV, G, M]`; left: the same with minus infinity for those fetched.
+    """
+    B, KV, G, _ = scores.shape
+    spread = scores - scores.mean(-1, keepdim=True)
+    variance = spread.square().mean(-1, keepdim=True)
+    moved = (left.softmax(-1) * spread).sum(-1, keepdim=True)
+    r = torch.where(variance > 0, moved / torch.where(variance > 0, variance, 1.0), 0.0)  # [B, KV, G, 1]
+    along = q.reshape(B, KV, G, -1).float() @ covariance  # [B, KV, G, Dv]
+    return (r * scale * along).reshape(B, KV * G, 1, -1)
+
+
 # --------------------------------------------------------------------------------------------------------- the layer
 
 
@@ -86,18 +132,22 @@ class SparseLayer:
 
     GPU bytes: `B * KV * (sink + ring) * (D + Dv) * itemsize` with ring = `recent` rounded up to 64, + 64 (an interrupted
     step can be undone), and maxima `B * KV * D * itemsize`. What is prefetched and fetched is shared by all layers and
-    counted by `Prefetcher`; host bytes by `HostStore`. With the tail, the sum of V `B * KV * Dv * 8`.
+    counted by `Prefetcher`; host bytes by `HostStore`. With the tail, the sum of V `B * KV * Dv * 8`; with `tilt` as well,
+    the moments `B * KV * (D + 1) * (Dv + 1) * 8`.
     """
 
-    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, tail: bool, pinner: Pinner, prefetcher: Prefetcher | ZeroCopy, turn: int):
+    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, tail: bool, pinner: Pinner, prefetcher: Prefetcher | ZeroCopy, turn: int, tilt: bool = False):
         """`turn`: this layer's place among the sparse layers, which decides its row buffer."""
         self.sink_size, self.recent, self.channels, self.topk, self.authors, self.tail, self.turn = sink, recent, channels, topk, authors, tail, turn
         self.store, self.prefetcher = HostStore(pinner, prefetcher.row_bits), prefetcher
+        self.tilt = tilt and tail
         self.ring: Ring | None = None
         self.static: Tensor | None = None  # [KV, C]: channels chosen offline, for the paper's ablation
         self.length = 0
         self.chosen: Tensor | None = None  # the last step's: index of fetched positions [B, KV, K]
         self._index: Tensor | None = None  # channels under way
+        self.slope: Tensor | None = None  # for the kernels, with `tilt`: the covariance, float32 [B, KV, D, Dv]
+        self._counted = -1  # candidates that are in it
 
     @property
     def begin(self) -> int:
@@ -123,6 +173,9 @@ class SparseLayer:
             self.kmax = k.new_zeros(*k.shape[:2], k.shape[3])
             # float64, so that the order in which blocks arrive does not show in the mean.
             self.vsum = v.new_zeros(*v.shape[:2], v.shape[3], dtype=torch.float64) if self.tail else None
+            if self.tilt:
+                self.moments = v.new_zeros(*v.shape[:2], k.shape[3] + 1, v.shape[3] + 1, dtype=torch.float64)
+                self.ring.companions = [self.moments]
         self.store.reserve(self.edge(tokens), k, v, exact)
         return moved
 
@@ -148,6 +201,8 @@ class SparseLayer:
         """
         skip = max(self.sink_size - start, 0)
         if skip < k.shape[2]:
+            if self.tilt:
+                self.moments += moments_of(k[:, :, skip:], v[:, :, skip:])
             self.kmax.copy_(torch.maximum(self.kmax, largest(k[:, :, skip:])))
             if self.tail:
                 cut = -(-skip // BLOCK) * BLOCK  # as the host's record has it: part of a block, then whole ones
@@ -182,6 +237,8 @@ class SparseLayer:
         if last == first:
             return None
         k, v = self.ring.read(first, last)
+        if self.tilt:
+            self.ring.save(length - 1)  # what cannot be found again from the host's record
         self._count(k, v, first)
         return k, v
 
@@ -222,7 +279,8 @@ class SparseLayer:
         if left_out is not None:
             mean = (self.vsum / (stop - start)).float()  # [B, KV, Dv], for every head of its group
             mean = mean.unsqueeze(2).expand(-1, -1, q.shape[1] // mean.shape[1], -1).reshape(*o.shape)
-            o, _ = merge_attention(o, lse, mean, left_out)
+            mass, shift = left_out
+            o, _ = merge_attention(o, lse, mean + shift, mass)
         return o.to(q.dtype)
 
     def attend_by_kernels(self, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, scale: float, length: int, pos: Tensor) -> Tensor:
@@ -241,33 +299,49 @@ class SparseLayer:
         self.prefetcher.done_with_rows(self.turn)
         table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size))
         ring = (self.ring.k, self.ring.v)
-        return kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum)
+        return kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum, self.slope)
 
-    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    def settle(self, length: int) -> None:
+        """Before a decode step that makes it `length` tokens: bring what the kernels read in place up to date."""
+        if self.tilt and self._counted != (counted := self.edge(length) - self.sink_size) and counted > 0:
+            if self.slope is None:
+                self.slope = torch.empty_like(self.moments[..., :-1, :-1], dtype=torch.float32, memory_format=torch.contiguous_format)
+            self.slope.copy_(self.covariance(counted))
+            self._counted = counted
+
+    def covariance(self, count: int) -> Tensor:
+        """Of K with V over the `count` candidates, float32 `[B, KV, D, Dv]`."""
+        mean = self.moments / count
+        return (mean[..., :-1, :-1] - mean[..., :-1, -1:] * mean[..., -1:, :-1]).float()
+
+    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int) -> tuple[Tensor, tuple[Tensor, Tensor | float] | None]:
         """Positions `[B, KV, min(K, M)]` of the best candidates among start .. stop - 1, and, with the tail, the log-sum-exp
-        `[B, H, 1]` of the other candidates' approximate scores."""
+        `[B, H, 1]` of the other candidates' approximate scores and the shift of their value `[B, H, 1, Dv]`."""
         if stop - start <= self.topk:
             B, KV = self.kmax.shape[:2]
             return torch.arange(start, stop, device=q.device).expand(B, KV, -1).contiguous(), None
         begin = start // BLOCK * BLOCK  # rows come in whole blocks
-        rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
+        rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
         if rows is None:  # layer 0 has no layer before it: its channels are chosen, exactly, on the spot
             self._index = self.channels_for(q)
             self.prefetcher.prefetch(layer, self.turn, self.store, self._index, begin, stop)
-            rows = self.prefetcher.take_rows(layer, self.turn, stop - begin)
+            rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
         scores = approximate_scores(q, self._index, rows[..., start - begin :], scale)
         self.prefetcher.done_with_rows(self.turn)
         chosen = select_tokens(importance(scores, self.authors), self.topk)
         if not self.tail:
             return chosen + start, None
         others = scores.scatter(-1, chosen.unsqueeze(2).expand(-1, -1, scores.shape[2], -1), float("-inf"))
-        return chosen + start, others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1)
+        shift = tail_shift(q, scores, others, self.covariance(stop - start), scale) if self.tilt else 0.0
+        return chosen + start, (others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1), shift)
 
     # -- between calls
 
     def crop(self, old: int, new: int) -> None:
         """Forget positions new .. old - 1; the window of `new` tokens comes back from the host."""
         edge, missing = self.edge(new), min(self.edge(old), new)
+        if self.tilt:
+            self._uncount(max(edge, self.sink_size), self.edge(old))
         if edge < missing:
             head, D, Dv = self.kmax.shape[:2], self.ring.k.shape[3], self.ring.v.shape[3]
             k, v = self.ring.k.new_empty(*head, missing, D), self.ring.v.new_empty(*head, missing, Dv)
@@ -276,6 +350,20 @@ class SparseLayer:
             self.ring.write(edge, k[:, :, edge:], v[:, :, edge:])
             self.ring.start = min(start, edge)
         self.refresh(new)
+
+    def _uncount(self, start: int, stop: int) -> None:
+        """Take positions start .. stop - 1, which the host still has, out of the moments."""
+        for k, v in self._stored(start, stop):
+            self.moments -= moments_of(k, v)
+
+    def _stored(self, start: int, stop: int):
+        """K and V `[B, KV, n, D]` of positions start .. stop - 1 on the host, in bounded pieces on the device."""
+        for slab, first, last in self.store.parts(start, stop):
+            slab.wait()
+            while first < last:
+                cut = min((first // 4096 + 1) * 4096, last)
+                yield tuple(x[:, :, first:cut].to(self.kmax.device) for x in (slab.k, slab.v))
+                first = cut
 
     def roll_back(self, length: int) -> None:
         """Be again as before the call that began at `length` tokens and did not end."""
@@ -287,6 +375,8 @@ class SparseLayer:
         edge = self.edge(length)
         found = dict(zip(("tail.k", "tail.v"), self.ring.read(edge, length)))
         found |= {f"sink.{name}": x[:, :, :length] for name, x in zip("kv", self.sink)}
+        if self.tilt:
+            found["moments"] = self.moments
         for i, (slab, first, last) in enumerate(self.store.parts(0, edge)):
             found |= {f"host.k.{i}": slab.k[:, :, first:last], f"host.v.{i}": slab.v[:, :, first:last]}
         return found
@@ -302,6 +392,8 @@ class SparseLayer:
             k, v = tensors[f"host.k.{i}"], tensors[f"host.v.{i}"]
             self.store.write(at, k, v)
             at, i = at + k.shape[2], i + 1
+        if self.tilt:
+            self.moments.copy_(tensors["moments"])
         self.refresh(length)
 
     def nbytes(self) -> dict[str, dict[str, int]]:
@@ -314,5 +406,6 @@ class SparseLayer:
                 "channel maxima": self.kmax.nbytes,
                 "value sums": self.vsum.nbytes if self.tail else 0,
                 "chosen tokens": self.chosen.nbytes if self.chosen is not None and self.chosen.dtype == torch.int32 else 0,
+                "moments": self.moments.nbytes + (self.slope.nbytes if self.slope is not None else 0) if self.tilt else 0,
             }
         return {"gpu": gpu, "host": self.store.nbytes()}

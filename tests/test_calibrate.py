@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -15,8 +16,8 @@ import torch
 
 import calibrate
 import embedded
-from cache import FullCache, TailorCache, TailorConfig
-from calibrate import KNOWN, Plan, Probe, cached_path, classify, examine, known_plan, plan_for
+from cache import FullCache, TailorCache, TailorConfig, account
+from calibrate import KNOWN, Plan, Probe, cached_path, choose, classify, damages, examine, known_plan, plan_for, tries
 from model import Llama, ModelConfig, rotate
 from tokenizer import Tokenizer
 
@@ -509,3 +510,79 @@ def test_smollm2_has_one_dense_layer_on_any_text():
     plans = [classify(model, text) for text in texts]
     for plan in plans:
         assert plan.k == 204 and plan.quantised == (0,) and plan.scores[0] > 0.45, plan
+
+
+# ----------------------------------------------------------------------------------------------------------------- damage
+
+OPTIONS = TailorConfig.build(preset="best", centre=64, topk=32, channels=8)
+
+
+def test_damage_is_what_the_cache_does_to_the_predictions(model):
+    """Measured one layer at a time in a pass of its own; it must be what TailorCache does when only that layer is not exact."""
+    ids, steps = tokens(model, 300), 8
+    found = damages(model, ids, OPTIONS, steps)
+    L = model.config.num_hidden_layers
+    assert len(found) == L and all(len(row) == len(tries(OPTIONS)) for row in found)
+
+    def logits(cache):
+        model.prefill(ids[:, :-steps], cache)
+        return torch.cat([model.decode(token.view(1, 1), cache) for token in ids[0, -steps:]]).double().log_softmax(-1)
+
+    exact = logits(FullCache(model.config))
+    everything = {"topk": 1000}  # a sparse layer that fetches all is exact
+    for layer, i in ((0, 0), (1, 0), (L - 1, 4), (1, 3)):
+        quantised, setting = tries(OPTIONS)[i]
+        settings = [everything] * L
+        settings[layer] = setting
+        plan = Plan((layer,) if quantised else (), (None,) * L, settings=tuple(settings))
+        with TailorCache(model.config, plan, OPTIONS) as cache:
+            expected = (exact.exp() * (exact - logits(cache))).sum(-1).mean()
+        assert found[layer][i] == pytest.approx(float(expected), rel=1e-3, abs=1e-7)
+
+
+def test_choose_takes_the_least_damage_within_the_budget():
+    """Against all plans of three layers, one by one: within a multiplier's step of the best."""
+    generator = torch.Generator().manual_seed(0)
+    grid, shape = tries(OPTIONS), (2, 64, 4096)
+    for _ in range(5):
+        damage = torch.rand(3, len(grid), generator=generator).pow(3).tolist()
+        every = []
+        for picked in itertools.product(range(len(grid)), repeat=3):
+            plan = Plan(tuple(l for l, i in enumerate(picked) if grid[i][0]), (None,) * 3, settings=tuple(grid[i][1] for i in picked))
+            if sum(setting["topk"] - 32 for quantised, setting in (grid[i] for i in picked) if not quantised) <= 0:
+                every.append((sum(damage[l][i] for l, i in enumerate(picked)), account(OPTIONS, 3, *shape, plan)["gpu"]))
+        for share in (0.3, 0.7):
+            sizes = sorted(size for _, size in every)
+            budget = sizes[int(share * len(sizes))]
+            plan = choose(damage, OPTIONS, *shape, budget=budget)
+            assert account(OPTIONS, 3, *shape, plan)["gpu"] <= budget
+            assert sum(plan.damage) <= 2 * min(cost for cost, size in every if size <= budget) + 0.05
+            cheap = choose(damage, OPTIONS, *shape, loss=sum(plan.damage))
+            assert sum(cheap.damage) <= sum(plan.damage) and account(OPTIONS, 3, *shape, cheap)["gpu"] <= budget
+    for limit, message in (({"budget": 10.0}, "GiB"), ({"loss": -1.0}, "KL")):
+        with pytest.raises(ValueError, match=message):
+            choose(damage, OPTIONS, *shape, **limit)
+
+
+@pytest.mark.parametrize("bad", [[{}], [{"bits": 3}, {}, {}], [{"nope": 1}, {}, {}], [1, {}, {}], {"bits": 1}, [{"topk": True}, {}, {}]])
+def test_settings_that_no_cache_could_follow_are_refused(tmp_path, bad):
+    path = tmp_path / "plan.json"
+    Plan((0,), (0.5, 0.1, 0.1), settings=({"bits": 2}, {"topk": 64, "channels": 4}, {}), damage=(0.1, 0.0, 0.2)).save(path)
+    assert Plan.load(path).settings[1] == {"topk": 64, "channels": 4} and Plan.load(path).damage == (0.1, 0.0, 0.2)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": bad}))
+    with pytest.raises(ValueError, match="settings is"):
+        Plan.load(path)
+
+
+def test_by_damage_end_to_end(tiny_chat, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    flags = ["--ckpt", str(tiny_chat), "--tokens", "400", "--by", "damage", "--cache", "tailor:preset=best,centre=64,topk=32", "--device", "cpu"]
+    assert calibrate.main([*flags, "--budget", "1GiB@4k", "--out", str(out)]) == 0
+    plan = Plan.load(out)
+    assert "by damage" in capsys.readouterr().out and len(plan.settings) == len(plan.scores) == len(plan.damage)
+    assert all(("bits" in each) == (kind == "quantised") for each, kind in zip(plan.settings, plan.classes))
+    for wrong in (["--budget", "1GiB@4k"], ["--out", str(out)], ["--budget", "1GiB@4k", "--loss", "1", "--out", str(out)], ["--budget", "1KiB@4k"], ["--budget", "1MiB@4k", "--out", str(out), "--cache", "full"]):
+        try:
+            assert calibrate.main([*flags, *wrong]) == 2
+        except SystemExit as stopped:
+            assert stopped.code == 2

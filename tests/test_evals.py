@@ -6,15 +6,17 @@ import math
 import os
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import embedded
-from cache import KVCache, make_cache
+from cache import KVCache, TailorCache, account, make_cache, parse_spec
 from calibrate import Plan
-from evals import common, fidelity, findings, needles
+from evals import common, fidelity, findings, ingredients, needles
 from model import Llama
+from offload import HostStore
 from tokenizer import Tokenizer
 
 TINY = "tailor:sink=8,recent=56,topk=16,channels=4"  # dense up to 80 tokens
@@ -173,6 +175,67 @@ def test_findings_end_to_end(tiny, capsys):
     assert found["channels"]["2"]["recall_mean"] < found["channels"]["16"]["recall_mean"]
     assert findings.main([*flags, "--only", "layers"]) == 0
     assert capsys.readouterr().out.count("\n") == 5
+
+
+MIXED = SimpleNamespace(quantised=(0,), settings=({"bits": 4}, {"channels": 5, "topk": 200}, {"topk": 64}))
+
+
+@pytest.mark.parametrize("plan", [None, MIXED])
+@pytest.mark.parametrize("spec", ["tailor:preset=longbench", "tailor:preset=best", "tailor:preset=tiny", "tailor:bits=4,row_bits=2,centre=0,topk=40"])
+def test_the_yardstick_is_what_a_cache_holds_and_sends(spec, plan, monkeypatch):
+    """Bytes in a table are worth what the code that holds them says."""
+    L, KV, D, N = 3, 2, 32, 1670
+    sent = []
+    for name, arguments in (("gather_channels", slice(3, None)), ("gather_tokens", slice(1, None))):
+        gather = getattr(HostStore, name)
+
+        def counted(self, *given, gather=gather, arguments=arguments):
+            got = given[arguments] if len(given[arguments]) > 1 else given[arguments][0]
+            sent.append(sum(x.nbytes for x in got))
+            return gather(self, *given)
+
+        monkeypatch.setattr(HostStore, name, counted)
+    generator = torch.Generator().manual_seed(0)
+    options = parse_spec(spec)[1]
+    with TailorCache(SimpleNamespace(num_hidden_layers=L), plan or (0,), options, capacity=N) as cache:
+        for T, decode in ((N - 1, False), (1, True)):
+            cache.begin(T, decode)
+            for layer in range(L):
+                q, k, v = (torch.randn(1, heads, T, D, generator=generator).bfloat16() for heads in (4, KV, KV))
+                cache.attend(layer, q, k, v)
+            cache.end()
+            if not decode:
+                host = sum(cache.nbytes()["host"].values())
+        expected = account(options, L, KV, D, N, plan)
+        assert sum(cache.nbytes()["gpu"].values()) - cache.pos.nbytes == expected["gpu"]
+        assert (sum(sent), host) == (expected["pcie"], expected["host"])
+
+
+def test_presets_keep_their_budgets():
+    """Better text for more bytes is no news. Llama-3.1-8B at 131,072 tokens: 16 GiB in all, 192 tokens attended."""
+    options = {name: parse_spec(f"tailor:preset={name}")[1] for name in ("longbench", "best", "tiny")}
+    paper, best, tiny = (account(each, **ingredients.SHAPE) for each in options.values())
+    assert best["gpu"] <= 0.05 * 2**34 and tiny["gpu"] <= paper["gpu"]
+    assert max(best["pcie"], tiny["pcie"]) <= paper["pcie"] and max(best["host"], tiny["host"]) <= paper["host"]
+    assert all(each.sink + each.recent + each.topk == 192 for each in options.values())
+
+
+def test_ingredients_end_to_end(tiny, capsys, tmp_path):
+    """The README's table is what this prints: every row and its bytes."""
+    flags = [*tiny, "--texts", "2", "--prompt-tokens", "400", "--steps", "2", "--dtype", "float32", "--text", str(embedded.ASSETS / "hamlet.txt")]
+    found = object_from(capsys, ingredients, flags)
+    assert [(row["name"], row["cache"]) for row in found["results"]] == ingredients.ROWS
+    rows = {row["name"]: row for row in found["results"]}
+    assert rows["all: best"]["bytes"] == account(parse_spec("tailor:preset=best")[1], **ingredients.SHAPE)
+    assert rows["quantised layer alone, best"]["bytes"] is None
+    assert rows["quantised layer alone, paper"]["kl"] != rows["the paper's, 1 bit"]["kl"]
+    assert ingredients.main([*flags, "--cache", "tailor:preset=tiny"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and lines[2].startswith("| tiny (`preset=tiny`) |") and all(line.count("|") == 7 for line in lines)
+    pytest.importorskip("matplotlib")
+    assert ingredients.main([*flags, "--cache", "tailor:preset=longbench,tailor:preset=tiny", "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert ingredients.main([*flags, "--cache", "tailor:preset=tiny", "--plot", str(tmp_path / "no" / "a.png")]) == 2
 
 
 def test_the_full_cache_runs_once_a_text(tiny, capsys, monkeypatch):

@@ -68,10 +68,10 @@ def drive(device, setting, plan=(0,), n=300, steps=8, calls=(), **shape):
 
 SETTINGS = [
     ({}, {}),
-    ({"row_bits": 4, "tail": True, "aggregation": "mean"}, {"G": 3, "D": 40}),
+    ({"row_bits": 4, "tail": True, "tilt": True, "aggregation": "mean"}, {"G": 3, "D": 40}),
     (BEST, {"G": 4, "D": 80, "KV": 1}),
     ({"row_bits": 2, "tail": True, "topk": 300, "dense_below": 200}, {"G": 1, "D": 64}),  # fewer candidates than topk
-    ({"row_bits": 8, "sink": 70, "recent": 3, "tail": True, "aggregation": "mean"}, {"G": 8, "D": 16}),
+    ({"row_bits": 8, "sink": 70, "recent": 3, "tail": True, "tilt": True, "aggregation": "mean"}, {"G": 8, "D": 16}),
     ({"sink": 0, "recent": 64, "topk": 17, "channels": 40}, {"G": 2, "D": 40}),
 ]
 

@@ -17,7 +17,7 @@ from cache import FullCache, TailorCache, TailorConfig, load_cache, make_cache
 from model import Llama, ModelConfig
 from offload import BLOCK
 from quant import QuantLayer
-from retrieval import approximate_scores, critical_channels, importance, select_tokens
+from retrieval import approximate_scores, critical_channels, importance, moments_of, select_tokens, tail_shift
 
 
 def options(**values) -> TailorConfig:
@@ -27,7 +27,7 @@ def options(**values) -> TailorConfig:
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking a failure takes many times as long as finding it
 
-BEST = {"k_levels": "lloyd", "correct": True, "centre": 200, "row_bits": 4, "tail": True, "aggregation": "mean", "norm": "own"}
+BEST = {"k_levels": "lloyd", "correct": True, "centre": 200, "row_bits": 4, "tail": True, "tilt": True, "aggregation": "mean", "norm": "own"}
 
 
 def tiny(G=3, D=64, L=4, seed=0) -> Llama:
@@ -388,6 +388,8 @@ def test_nbytes_is_the_account(plan, n, decoded, bits, D, B, better):
             expected["channel maxima"] = S * B * KV * D * item
             if setting.tail:
                 expected["value sums"] = S * B * KV * D * 8
+            if setting.tail and setting.tilt:
+                expected["moments"] = S * B * KV * (D + 1) ** 2 * 8
             if decoded:
                 rows = -(-((room - 56) // 64) // 16) * 16  # whole chunks of 1,024 positions
                 each = 64 * item if setting.row_bits == 16 else 8 * setting.row_bits + 4
@@ -449,6 +451,33 @@ def test_opposite_heads_do_not_cancel_unless_asked():
     assert importance(scores, authors=True).abs().max() == 0
     best = importance(scores)
     assert best[0, 0, 0] == best[0, 0, 1] > best[0, 0, 2]
+
+
+def test_moments_do_not_show_in_which_pieces_tokens_came():
+    """A mean taken out again must leave what was there before: questions on one prefill are cropped away."""
+    k, v = torch.randn(2, 1, 2, 300, 8, generator=torch.Generator().manual_seed(0))
+    whole = moments_of(k, v)  # 300 = 44 + 4 * 64
+    parts = [moments_of(k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 108), (108, 172), (172, 300))]
+    assert torch.equal(parts[2] + (parts[0] + parts[1]), whole) and torch.equal(whole - parts[2], parts[1] + parts[0])
+    one = torch.ones(1, 2, 300, 1)
+    torch.testing.assert_close(whole, torch.cat((k, one), 3).double().transpose(2, 3) @ torch.cat((v, one), 3).double(), atol=1e-5, rtol=0)
+
+
+@given(seed=st.integers(0, 2**20), G=st.sampled_from([1, 3]))
+def test_the_tail_is_exact_where_values_are_linear_in_scores(seed, G):
+    """Then the regression has no residual: mean value and shift are the softmax's own average."""
+    generator = torch.Generator().manual_seed(seed)
+    k, q = torch.randn(1, 2, 200, 8, generator=generator), torch.randn(1, 2 * G, 1, 8, generator=generator)
+    if G == 1:  # v a function of this query's scores
+        v = (k @ q.transpose(2, 3)) @ torch.randn(1, 2, 1, 5, generator=generator) + torch.randn(1, 2, 1, 5, generator=generator)
+    else:  # constant: no shift for any query
+        v = torch.randn(1, 2, 1, 5, generator=generator).expand(-1, -1, 200, -1)
+    scores = (q.view(1, 2, G, 8) @ k.transpose(2, 3)) * 8**-0.5
+    left = scores.masked_fill(torch.rand(1, 2, 1, 200, generator=generator) < 0.3, float("-inf"))
+    mean = moments_of(k.double(), v.double()) / 200
+    covariance = (mean[..., :-1, :-1] - mean[..., :-1, -1:] * mean[..., -1:, :-1]).float()
+    value = v.mean(2).repeat_interleave(G, 1).unsqueeze(2) + tail_shift(q, scores, left, covariance, 8**-0.5)
+    torch.testing.assert_close(value, (left.softmax(-1) @ v).view(1, 2 * G, 1, 5), atol=1e-3, rtol=1e-3)
 
 
 def test_the_sink_is_not_in_the_maxima():
