@@ -964,18 +964,20 @@ def _scores_kernel(
             peak = tl.max(tl.reshape(peak, [CHUNK // PEAK, PEAK // 8]), 1)
             tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK), peak)
     else:
-        CP: tl.constexpr = 16 if C <= 16 else (32 if C <= 32 else (64 if C <= 64 else 128 if C <= 128 else 256))
-        c = tl.arange(0, CP)
-        row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
-        channel = tl.load(index + head * C + c, mask=c < C, other=0)
-        x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0).to(tl.float32) * (scale * LOG2E)
-        k = tl.load(codes + head * code_head + row[:, None] * code_row + n[None, :], mask=(c < C)[:, None], other=0.0)
-        if BITS == 8:
-            block = chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
-            pair = ranges + head * range_head + row[:, None] * range_row + block[None, :] * 2
-            step, zero = tl.load(pair, mask=(c < C)[:, None], other=0.0).to(tl.float32), tl.load(pair + 1, mask=(c < C)[:, None], other=0.0).to(tl.float32)
-            k = tl.reshape(tl.reshape(k.to(tl.float32), [CP, CHUNK // 64, 64]) * step[:, :, None] + zero[:, :, None], [CP, CHUNK])
-        score = tl.dot(tl.trans(k.to(tl.float32)), x, input_precision="tf32x3" if BITS == 16 and codes.dtype.element_ty != tl.float32 else "ieee")
+        # Sixteen channels at a time: all at once would not fit the shared memory.
+        score = tl.zeros([CHUNK, GP], tl.float32)
+        for start in range(0, C, 16):
+            c = start + tl.arange(0, 16)
+            row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
+            channel = tl.load(index + head * C + c, mask=c < C, other=0)
+            x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0).to(tl.float32) * (scale * LOG2E)
+            k = tl.load(codes + head * code_head + row[:, None] * code_row + n[None, :], mask=(c < C)[:, None], other=0.0)
+            if BITS == 8:
+                block = chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
+                pair = ranges + head * range_head + row[:, None] * range_row + block[None, :] * 2
+                step, zero = tl.load(pair, mask=(c < C)[:, None], other=0.0).to(tl.float32), tl.load(pair + 1, mask=(c < C)[:, None], other=0.0).to(tl.float32)
+                k = tl.reshape(tl.reshape(k.to(tl.float32), [16, CHUNK // 64, 64]) * step[:, :, None] + zero[:, :, None], [16, CHUNK])
+            score += tl.dot(tl.trans(k.to(tl.float32)), x, input_precision="tf32x3" if BITS == 16 and codes.dtype.element_ty != tl.float32 else "ieee")
         candidate = (begin + n < edge) & (begin + n >= sink)
         score = tl.where(candidate[None, :], tl.trans(score), float("-inf"))  # [G, CHUNK]
         tl.store(scores + (head * G + g)[:, None] * N + n[None, :], score, mask=(g < G)[:, None])
@@ -1157,8 +1159,8 @@ def _gather_kernel(
     elif tile < SINK_TILES + RING_TILES:
         p = tl.maximum(edge, sink) + (tile - SINK_TILES) * TILE + i
         valid = p < length
-        at_k = ring_k.to(tl.int64) + (head * ring + p % ring) * D * size
-        at_v = ring_v.to(tl.int64) + (head * ring + p % ring) * DV * size
+        at_k = ring_k.to(tl.int64) + (head * ring + p.to(tl.int32) % ring) * D * size
+        at_v = ring_v.to(tl.int64) + (head * ring + p.to(tl.int32) % ring) * DV * size
     else:
         n = (tile - SINK_TILES - RING_TILES) * TILE + i
         p = tl.load(chosen + head * K + n, mask=n < K, other=-1).to(tl.int64)
@@ -1185,8 +1187,8 @@ def _gather_kernel(
             hat_mean = tl.sum(tl.where(w > 0, w * hats, 0.0), 1) / tl.maximum(total, 1e-30)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    k = tl.load(tl.multiple_of(at_k, ALIGN).to(tl.pointer_type(kind))[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-    v = tl.load(tl.multiple_of(at_v, ALIGN).to(tl.pointer_type(kind))[:, None] + dv[None, :], mask=valid[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
+    k = tl.load(tl.multiple_of(at_k.to(tl.pointer_type(kind)), ALIGN)[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    v = tl.load(tl.multiple_of(at_v.to(tl.pointer_type(kind)), ALIGN)[:, None] + dv[None, :], mask=valid[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
     x = tl.load(q + (head * G + g)[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     s = tl.where(valid[None, :], tl.sum(x[:, None, :] * k[None, :, :], 2) * (scale * LOG2E), float("-inf"))
     high = tl.max(s, 1)
