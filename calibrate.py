@@ -478,6 +478,17 @@ def choose(damage: list[list[float]], options: TailorConfig, kv_heads: int, head
         made = Plan(quantised, (None,) * layers, settings=tuple(dict(grid[i][1]) for i in picked), damage=cost)
         return sum(cost), account(options, layers, kv_heads, head_dim, tokens, made, itemsize)["gpu"], made
 
+    def spend(picked: list[int], usable: list[int]) -> list[int]:
+        """Give tokens that no layer has taken to the sparse layers that gain most by each."""
+        picked = list(picked)
+        while True:
+            left = -sum(extra[i] for i in picked)
+            swaps = [(l, i) for l, now in enumerate(picked) for i in usable if not grid[now][0] and not grid[i][0] and damage[l][i] < damage[l][now] and 0 < extra[i] - extra[now] <= left]
+            if not swaps:
+                return picked
+            layer, i = max(swaps, key=lambda swap: (damage[swap[0]][picked[swap[0]]] - damage[swap[0]][swap[1]]) / (extra[swap[1]] - extra[picked[swap[0]]]))
+            picked[layer] = i
+
     found = []
     multipliers = [0.0, *(10.0 ** (x / 4) for x in range(-48, 13))]
     largest_size = max(*sizes, 1)
@@ -487,7 +498,7 @@ def choose(damage: list[list[float]], options: TailorConfig, kv_heads: int, head
             for fare in multipliers:  # of twice the tokens
                 picked = [min(usable, key=lambda i: (row[i] + price * sizes[i] / largest_size + fare * extra[i] / max(options.topk, 1), i)) for row in damage]
                 if sum(extra[i] for i in picked) <= 0:
-                    found.append(plan(picked))
+                    found += [plan(picked), plan(spend(picked, usable))]
                     break  # a higher fare only costs
     fitting = [entry for entry in found if entry[0] <= loss and entry[1] <= budget]
     if not fitting:
