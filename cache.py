@@ -36,7 +36,7 @@ from attention import causal_attention
 from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
 from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_sums, encode_rows, largest
 from quant import BITS, QuantLayer
-from retrieval import SparseLayer
+from retrieval import SparseLayer, statistics
 
 FORMAT = "tailorkv-cache-1"  # of saved files; raise the number when their content changes meaning
 
@@ -403,7 +403,7 @@ PAPER = {
 }  # fmt: skip
 PRESETS = {
     # The best found with 192 tokens attended and no more bytes over PCIe than "longbench"; evals/ingredients.py prints what each part brings.
-    "best": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 28},
+    "best": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 28, "resident": 36},
     # The best found that fits into the GPU bytes of "longbench". The tail's covariances would not leave room for channels.
     "tiny": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 21, "centre": 384, "tilt": False},
     # The paper's settings (appendix tables 5, 6 and 9); -2: two bits, as the authors' RULER and InfiniteBench scripts use.
@@ -635,17 +635,25 @@ class TailorCache(KVCache):
 
     def _age(self, tokens: int) -> None:
         """Move the blocks that a decode step to `tokens` tokens pushes out of tails and windows."""
-        leaving = []
-        for layer in self.layers:
-            if isinstance(layer, QuantLayer):
-                layer.age(tokens)
-            elif (block := layer.leaving(tokens)) is not None:
-                leaving.append((layer.store, layer.edge(tokens) - BLOCK, *block))
-        if not leaving:
+        for number in self.quantised:
+            self.layers[number].age(tokens)
+        sparse = [self.layers[number] for number in self._sparse]
+        starts = {layer.leaving(tokens) for layer in sparse}  # the same for all
+        if starts <= {None}:
             return
+        start = starts.pop()
+        skip = max(self.options.sink - start, 0)
+        # All layers' blocks at once, since a launch takes longer than the work for one: [layers * B, KV, 64, D].
+        k, v = (torch.cat(x) for x in zip(*(layer.block(start) for layer in sparse)))
+        if skip < BLOCK:
+            found = statistics(k[:, :, skip:], v[:, :, skip:], self.options.tail, self.options.tail and self.options.tilt)
+            parts = [x.chunk(len(sparse)) if x is not None else [None] * len(sparse) for x in found]
+            for layer, *mine in zip(sparse, *parts):
+                layer.count(*mine)
         if isinstance(self.prefetcher, ZeroCopy):
-            self._store_in_place(leaving)
+            self._store_in_place(sparse, start, k, v)
             return
+        leaving = [(layer.store, start, *pair) for layer, *pair in zip(sparse, k.chunk(len(sparse)), v.chunk(len(sparse)))]
         if self._cuda:  # through pinned memory: a copy to the host's rows directly would have to wait for each
             shape = (len(leaving), 2, *leaving[0][2].shape[:3], max(leaving[0][2].shape[3], leaving[0][3].shape[3]))
             if self._staging is None or self._staging.shape != shape:
@@ -666,16 +674,16 @@ class TailorCache(KVCache):
         # Jobs run in order, so what is gathered in the thread later sees these blocks; the main thread waits before it gathers.
         self._storing = self.prefetcher.submit(store_blocks)
 
-    def _store_in_place(self, leaving: list) -> None:
+    def _store_in_place(self, sparse: list[SparseLayer], start: int, k: Tensor, v: Tensor) -> None:
         """Write blocks to the host, and to the rows that are resident, by kernels in the current stream: nobody waits."""
-        k, v = (torch.stack(x) for x in zip(*((k, v) for _, _, k, v in leaving)))  # [layers, B, KV, 64, D]
-        most, total, planes = largest(k), block_sums(v).squeeze(-2), encode_rows(k.transpose(-1, -2).contiguous(), self.options.row_bits)
-        for i, (store, start, _, _) in enumerate(leaving):
-            rows = [plane[i] for plane in planes]
-            table = store._table
-            self.epoch += store.table(k.device) is not table  # which lists new slabs, and moves when it is full
-            store.write_block(start, k[i], v[i], most[i], total[i], rows)
-            self.prefetcher.extend(i, rows, (start - self.layers[self._sparse[i]].begin) // BLOCK)
+        n = len(sparse)
+        planes = zip(*(plane.chunk(n) for plane in encode_rows(k.transpose(-1, -2).contiguous(), self.options.row_bits)))
+        everything = zip(sparse, k.chunk(n), v.chunk(n), largest(k).chunk(n), block_sums(v).squeeze(-2).chunk(n), planes)
+        for turn, (layer, keys, values, most, total, rows) in enumerate(everything):
+            table = layer.store._table
+            self.epoch += layer.store.table(k.device) is not table  # which lists new slabs, and moves when it is full
+            layer.store.write_block(start, keys, values, most, total, rows)
+            self.prefetcher.extend(turn, rows, (start - layer.begin) // BLOCK)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         start = self._accept(layer, q, k, v)
@@ -959,10 +967,15 @@ def layer_account(options: TailorConfig, quantised: bool, kv_heads: int, head_di
     held = (o.sink + -(-o.recent // BLOCK) * BLOCK + BLOCK) * 2 * D * itemsize + D * itemsize
     held += o.tail * D * 8 + (o.tail and o.tilt) * (D + 1) ** 2 * 8
     block = BLOCK * itemsize if o.row_bits == 16 else BLOCK * o.row_bits // 8 + 4  # bytes of a channel's row
-    rows = min(o.channels, D) * max(0, edge // BLOCK - o.sink // BLOCK) * block
+    row = max(0, edge // BLOCK - o.sink // BLOCK) * block
+    rows, shared = (0 if o.resident >= D else min(o.channels, D) * row), 2 * min(o.channels, D) * row
+    if o.resident:  # at most so many bytes are sent: those of channels that are not there
+        held, shared = held + min(o.resident, D) * (row + 12), 0
+    if o.tail and o.tilt:
+        held += D * D * 4  # the covariance as the kernels read it
     token = 2 * D * itemsize
     stored = edge * token + edge // BLOCK * D * (block + itemsize + 4)  # K and V; rows, maxima, sums of V
-    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": 2 * rows, "fetched": o.topk * token}
+    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": shared, "fetched": o.topk * token}
     return {name: kv_heads * size for name, size in found.items()}
 
 

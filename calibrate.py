@@ -395,17 +395,20 @@ class _Trial:
         entry.absorb(K, V, 0, n)
         for i in range(T):
             length, one = n + i + 1, slice(i, i + 1)
+            pos = torch.tensor([length - 1], device=k.device)
             if not sparse:
                 entry.age(length)
-                outputs.append(entry.attend(q[:, :, one], k[:, :, one], v[:, :, one], scale, length))
+                outputs.append(entry.attend(q[:, :, one], k[:, :, one], v[:, :, one], scale, length, pos))
                 continue
-            if (block := entry.leaving(length)) is not None:
-                entry.store.write(entry.edge(length) - BLOCK, *block)
+            if (first := entry.leaving(length)) is not None:
+                entry.count_tokens(*entry.block(first), first)
+                entry.store.write(first, *entry.block(first))
             if k.device.type == "cuda":
                 torch.cuda.synchronize(k.device)  # the host's rows are there
             if self.foreseen is not None:
-                entry.foresee(layer, self.foreseen[:, :, one], length)
-            outputs.append(entry.attend(layer, q[:, :, one], k[:, :, one], v[:, :, one], scale, length))
+                entry.foresee(layer, self.foreseen[:, :, one], length, pos)
+            entry.settle(length)
+            outputs.append(entry.attend(layer, q[:, :, one], k[:, :, one], v[:, :, one], scale, length, pos))
         return torch.cat(outputs, 2)
 
 

@@ -80,6 +80,15 @@ def select_tokens(scores: Tensor, count: int) -> Tensor:
     return positions.new_zeros(*scores.shape[:-1], count + 1).scatter_(-1, place, positions)[..., :count].contiguous()
 
 
+def statistics(k: Tensor, v: Tensor, tail: bool, tilt: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Of `k [B, KV, T, D]` and `v [B, KV, T, Dv]`, which end at a block's edge: the largest |K| `[B, KV, D]`, the sum of V in float64, the moments."""
+    total = None
+    if tail:  # as the host's record has it: part of a block, then whole ones
+        cut = k.shape[2] % BLOCK
+        total = v[:, :, :cut].sum(2, dtype=torch.float64) + block_sums(v[:, :, cut:]).sum(2, dtype=torch.float64)
+    return largest(k), total, moments_of(k, v) if tilt else None
+
+
 # ----------------------------------------------------------------------------------------------------------- the tail
 
 
@@ -194,19 +203,22 @@ class SparseLayer:
         for held, new in found:
             held.zero_() if new is None else held.copy_(new)
 
-    def _count(self, k: Tensor, v: Tensor, start: int) -> None:
-        """Take `k, v [B, KV, T, D]`, positions from `start`, into the candidates' maxima and sum; the sink is none of them.
+    def count_tokens(self, k: Tensor, v: Tensor, start: int) -> None:
+        """Take `k, v [B, KV, T, D]`, positions from `start`, into the candidates' maxima and sums; the sink is none of them.
 
         Its keys are outliers of their own: counted, they would decide the channels at every step.
         """
-        skip = max(self.sink_size - start, 0)
-        if skip < k.shape[2]:
-            if self.tilt:
-                self.moments += moments_of(k[:, :, skip:], v[:, :, skip:])
-            self.kmax.copy_(torch.maximum(self.kmax, largest(k[:, :, skip:])))
-            if self.tail:
-                cut = -(-skip // BLOCK) * BLOCK  # as the host's record has it: part of a block, then whole ones
-                self.vsum += v[:, :, skip:cut].sum(2, dtype=torch.float64) + block_sums(v[:, :, cut:]).sum(2, dtype=torch.float64)
+        if (skip := max(self.sink_size - start, 0)) < k.shape[2]:
+            self.count(*statistics(k[:, :, skip:], v[:, :, skip:], self.tail, self.tilt))
+
+    def count(self, most: Tensor, total: Tensor | None, moments: Tensor | None) -> None:
+        """Take the `statistics` of new candidates into those of all."""
+        self.kmax.copy_(torch.maximum(self.kmax, most))
+        if self.tail:
+            self.vsum += total
+        if self.tilt:
+            self.moments += moments
+        self._counted = -1
 
     # -- prefill
 
@@ -220,7 +232,7 @@ class SparseLayer:
         first, last = self.edge(old), self.edge(new)
         if last > first:
             self.store.write(first, k[:, :, first:last], v[:, :, first:last])
-            self._count(k[:, :, first:last], v[:, :, first:last], first)
+            self.count_tokens(k[:, :, first:last], v[:, :, first:last], first)
         self.ring.write(old, k[:, :, old:], v[:, :, old:])
 
     def history(self, k: Tensor, v: Tensor, length: int) -> None:
@@ -231,16 +243,22 @@ class SparseLayer:
 
     # -- decode
 
-    def leaving(self, length: int) -> tuple[Tensor, Tensor] | None:
-        """Before a decode step that makes it `length` tokens: K and V `[B, KV, 64, D]` of the block that leaves the window, if one does."""
-        first, last = self.edge(length - 1), self.edge(length)
-        if last == first:
+    def leaving(self, length: int) -> int | None:
+        """Before a decode step that makes it `length` tokens: the first position of the block that leaves the window, if one does.
+
+        Its K and V are `block(first)`; they are still to be counted.
+        """
+        first = self.edge(length - 1)
+        if self.edge(length) == first:
             return None
-        k, v = self.ring.read(first, last)
         if self.tilt:
             self.ring.save(length - 1)  # what cannot be found again from the host's record
-        self._count(k, v, first)
-        return k, v
+        return first
+
+    def block(self, first: int) -> tuple[Tensor, Tensor]:
+        """K and V `[B, KV, 64, D]` of a block in the window, where they lie: the ring holds whole blocks."""
+        at = first % self.ring.size
+        return self.ring.k[:, :, at : at + BLOCK], self.ring.v[:, :, at : at + BLOCK]
 
     def foresee(self, layer: int, q: Tensor, length: int, pos: Tensor) -> None:
         """Choose channels for the step that makes it `length` tokens by the predicted query `[B, H, 1, D]`, and start their transfer.
@@ -340,6 +358,7 @@ class SparseLayer:
     def crop(self, old: int, new: int) -> None:
         """Forget positions new .. old - 1; the window of `new` tokens comes back from the host."""
         edge, missing = self.edge(new), min(self.edge(old), new)
+        self._counted = -1
         if self.tilt:
             self._uncount(max(edge, self.sink_size), self.edge(old))
         if edge < missing:
@@ -369,6 +388,7 @@ class SparseLayer:
         """Be again as before the call that began at `length` tokens and did not end."""
         self.ring.roll_back(length)
         self.refresh(length)
+        self._counted = -1
 
     def tensors(self, length: int) -> dict[str, Tensor]:
         """The content at `length` tokens, for `restore`; channel rows, maxima and sums are not in it."""
