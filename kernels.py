@@ -780,6 +780,10 @@ def fetch_rows(table: Tensor, rows: Rows, missing: Tensor | None, channels: int,
 # ------------------------------------------------------------------------------------- sparse layers: scores and selection
 
 
+GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`
+SELECT_EACH = 512  # numbers a warp of the selection
+
+
 @dataclass
 class Scratch:
     """What scoring and selection write, for all layers in turn; `N` positions from the first candidate's block on, a multiple of `CHUNK`.
@@ -1127,7 +1131,7 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
             G=G, BITS=rows.bits, STEP=s.CHUNK, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), num_warps=4, **launch,
         )  # fmt: skip
     K, KP, peaks = chosen.shape[2], power(chosen.shape[2]), power(N // s.peak)
-    warps = min(max(max(KP * s.peak, peaks) // 512, 1), 16)
+    warps = min(max(max(KP * s.peak, peaks) // SELECT_EACH, 1), 16)
     _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
 
 
@@ -1269,7 +1273,7 @@ def gather_attention(
     """
     B, H, _, D = q.shape
     KV, K, DV = chosen.shape[1], chosen.shape[2], sink[1].shape[3]
-    n_sink, slots, G, tile, s = sink[0].shape[2], ring[0].shape[2], H // KV, 16, scratch
+    n_sink, slots, G, tile, s = sink[0].shape[2], ring[0].shape[2], H // KV, GATHER_TILE[0], scratch
     # The window holds `recent` to recent + 63 tokens, and the ring a block more.
     counts = [-(-n_sink // tile), -(-(recent + BLOCK - 1) // tile), -(-K // tile)]
     tiles = sum(counts)
@@ -1281,7 +1285,7 @@ def gather_attention(
     _gather_kernel[(B * KV, tiles)](
         q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV, staged_k.shape[2],
         G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
-        WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=4, **launch,
+        WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=GATHER_TILE[1], **launch,
     )  # fmt: skip
     out = torch.empty(B, H, 1, DV, dtype=q.dtype, device=q.device)
     chunks, width = s.stats.shape[3], min(32, power(DV))

@@ -336,7 +336,8 @@ class HostStore:
 
 def block_sums(v: Tensor) -> Tensor:
     """The sum of each block of 64 tokens, `[..., n * 64, Dv]` to float32 `[..., n, Dv]`; summed in float64, so that no layout shows in it."""
-    return v.unflatten(-2, (-1, BLOCK)).sum(-2, dtype=torch.float64).float()
+    # A piece at a time, since PyTorch makes float64 copies of what it is to sum so.
+    return torch.cat([piece.unflatten(-2, (-1, BLOCK)).sum(-2, dtype=torch.float64).float() for piece in v.split(256 * BLOCK, -2)], -2)
 
 
 def largest(k: Tensor) -> Tensor:
