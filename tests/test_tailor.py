@@ -417,7 +417,7 @@ def test_gpu_part_stays_bounded_while_text_grows():
         for _ in range(3900):
             driver.call(cache, 1, decode=True)
             gpu = dict(cache.nbytes()["gpu"])
-            assert gpu.pop("critical rows", 0) <= 2 * 6 * (cache.length * 1.15 + 400) * 4
+            assert gpu.pop("critical rows", 0) <= 2 * 6 * (cache.length * 1.15 + 400 + 1024) * 4  # whole chunks
             parts = parts or gpu
             assert gpu == parts
         # What left the window is on the host, and at most 4 % of the host's slabs stand empty.
