@@ -399,13 +399,13 @@ class FullCache(KVCache):
 
 PAPER = {
     "k_levels": "minmax", "v_levels": "minmax", "correct": False, "centre": 0,
-    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False, "tilt": False,
+    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False, "tilt": False, "resident": 0,
 }  # fmt: skip
 PRESETS = {
     # The best found with 192 tokens attended and no more bytes over PCIe than "longbench"; evals/ingredients.py prints what each part brings.
     "best": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 28, "resident": 36},
     # The best found that fits into the GPU bytes of "longbench". The tail's covariances would not leave room for channels.
-    "tiny": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 21, "centre": 384, "tilt": False},
+    "tiny": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 21, "centre": 384, "tilt": False, "resident": 0},
     # The paper's settings (appendix tables 5, 6 and 9); -2: two bits, as the authors' RULER and InfiniteBench scripts use.
     "longbench": {"bits": 1, "sink": 8, "recent": 56, "topk": 128, "channels": 8, **PAPER},
     "longbench-2": {"bits": 2, "sink": 8, "recent": 56, "topk": 128, "channels": 8, **PAPER},
@@ -422,14 +422,14 @@ class TailorConfig:
         ValueError: a value out of range.
     """
 
-    preset: str = "ruler"
-    bits: int = 1  # of quantised layers' codes: 1, 2, 4 or 8
+    preset: str = "best"
+    bits: int = 2  # of quantised layers' codes: 1, 2, 4 or 8
     group: int = 64  # tokens (keys) or channels (values) that share a scale; also the block in which tokens age
     residual: int = 128  # newest tokens of quantised layers that stay in 16 bits, up to group - 1 more
-    sink: int = 64  # first tokens of sparse layers, always attended
-    recent: int = 64  # newest tokens of sparse layers, always attended, up to 63 more
-    topk: int = 896  # tokens fetched for each KV head and step
-    channels: int = 12  # critical channels for each KV head
+    sink: int = 8  # first tokens of sparse layers, always attended
+    recent: int = 56  # newest tokens of sparse layers, always attended, up to 63 more
+    topk: int = 128  # tokens fetched for each KV head and step
+    channels: int = 28  # critical channels for each KV head
     k_levels: str = "lloyd"  # of quantised keys: "minmax" as in the paper, or "lloyd"
     v_levels: str = "minmax"  # of quantised values
     correct: bool = True  # add the mean error of the coded values back
@@ -440,7 +440,7 @@ class TailorConfig:
     aggregation: str = "mean"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
     norm: str = "own"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
     prefetch: str = "auto"  # how rows come from the host: "thread" gathers them there, "uva" reads them in place from the GPU; auto: uva where it can
-    resident: int = 0  # with uva, channel rows for each KV head and layer that stay on the GPU from step to step; head_dim or more: all of them
+    resident: int = 36  # with uva, channel rows for each KV head and layer that stay on the GPU from step to step; head_dim or more: all of them
     static: bool = False  # channels chosen offline, from the plan, instead of at each step
     dense_below: int = -1  # up to this many tokens everything stays in 16 bits and is attended; -1: sink + recent + topk
 
@@ -450,7 +450,10 @@ class TailorConfig:
         preset = values.get("preset", cls.preset)
         if preset not in PRESETS:
             raise ValueError(f"unknown preset {preset!r}; there is {', '.join(PRESETS)}")
-        return cls(**PRESETS[preset] | values)
+        settings = PRESETS[preset] | values
+        if settings["resident"]:  # more channels ask for more room, unless that is given
+            settings["resident"] = values.get("resident", max(settings["resident"], settings["channels"]))
+        return cls(**settings)
 
     def __post_init__(self):
         for name, lowest, highest in (

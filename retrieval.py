@@ -24,7 +24,6 @@ Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` hea
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -92,7 +91,7 @@ def statistics(k: Tensor, v: Tensor, tail: bool, tilt: bool) -> tuple[Tensor, Te
 # ----------------------------------------------------------------------------------------------------------- the tail
 
 
-def moments_of(k: Tensor, v: Tensor, blocks: int = 16) -> Tensor:
+def moments_of(k: Tensor, v: Tensor, blocks: int = 32) -> Tensor:
     """Sums over tokens of the products of `[k, 1]` and `[v, 1]`: `k [B, KV, T, D]`, `v [B, KV, T, Dv]` to float64 `[B, KV, D + 1, Dv + 1]`.
 
     So the last row is the sum of v, the last column that of k. Tokens end at a block's edge. Each block's sums are rounded to a
@@ -104,8 +103,11 @@ def moments_of(k: Tensor, v: Tensor, blocks: int = 16) -> Tensor:
     cuts = [*range(T % BLOCK, T, blocks * BLOCK), T]  # a first block without the sink's tokens is shorter
     for start, stop in zip([0, *cuts], cuts):
         if stop > start:
-            a, b = (F.pad(x[:, :, start:stop].double(), (0, 1), value=1.0).unflatten(2, (-1, min(BLOCK, stop - start))) for x in (k, v))
-            total += (a.transpose(3, 4) @ b).mul_(grid).round_().sum(2)
+            a, b = (x[:, :, start:stop].double().unflatten(2, (-1, min(BLOCK, stop - start))) for x in (k, v))
+            total[..., :-1, :-1] += (a.transpose(3, 4) @ b).mul_(grid).round_().sum(2)
+            total[..., :-1, -1] += a.sum(3).mul_(grid).round_().sum(2)
+            total[..., -1, :-1] += b.sum(3).mul_(grid).round_().sum(2)
+    total[..., -1, -1] = T * grid
     return total / grid
 
 

@@ -83,7 +83,7 @@ def watch_recall(cache: KVCache) -> list[list[float]]:
             attended[:, :, : entry.sink_size] = True
             attended[:, :, entry.edge(length) :] = True
             if entry.chosen is not None:
-                attended.scatter_(2, entry.chosen, True)
+                attended.scatter_(2, entry.chosen.long().clamp(min=0), True)  # -1: fewer candidates than there is room for
             noted[layer].append(attended_mass(q, keys, attended).mean().item())
         return o
 
