@@ -579,10 +579,10 @@ class TailorCache(KVCache):
         if self._like is not None:
             self._reserve(tokens)
             if self._decoding and self.dense is None:
-                self._age(tokens)
-                self._settle_layers(tokens)
-                # A block is due when an edge moves: all edges do so 64 (or `group`) tokens apart.
-                due = min((next(n for n in range(tokens + 1, tokens + 1025) if layer.edge(n) > layer.edge(tokens)) for layer in self._kinds()), default=tokens + 1)
+                self._move_on(tokens)
+                # Work is due when an edge moves, once in 64 (or `group`) tokens.
+                ahead = range(tokens + 1, tokens + 65)
+                due = min((next((n for n in ahead if layer.edge(n) > layer.edge(tokens)), tokens + 65) for layer in self._kinds()), default=tokens + 65)
                 self._nothing_due_until = min(due - 1, self.capacity)
 
     def _kinds(self):
@@ -599,13 +599,17 @@ class TailorCache(KVCache):
         for layer, k, v in zip(self.layers, self.dense.k, self.dense.v):
             layer.absorb(k[:, :, : self.length], v[:, :, : self.length], 0, self.length)
         if self._decoding:
-            self._age(tokens)
-            self._settle_layers(tokens)
+            self._move_on(tokens)
 
-    def _settle_layers(self, tokens: int) -> None:
-        for layer in self._sparse:
-            if self.layers[layer].by_kernels(tokens):
-                self.layers[layer].settle(tokens)
+    def _move_on(self, tokens: int) -> None:
+        """What a decode step to `tokens` tokens needs of the host, room being there."""
+        sparse = [self.layers[layer] for layer in self._sparse]
+        if isinstance(self.prefetcher, ZeroCopy) and sparse and self.prefetcher.planes:
+            self.prefetcher.settle([layer.store for layer in sparse], sparse[0].begin, sparse[0].edge(self.length))
+        self._age(tokens)
+        for layer in sparse:
+            if layer.by_kernels(tokens):
+                layer.settle(tokens)
 
     def _reserve(self, tokens: int) -> None:
         """Room in all tiers for `tokens` tokens, or for the capacity that was asked for."""
@@ -625,16 +629,14 @@ class TailorCache(KVCache):
                 channels, topk = (max(getattr(self.layers[layer], name) for layer in self._sparse) for name in ("channels", "topk"))
                 channels = min(channels, self._like[0].shape[3])
                 sparse = [self.layers[layer] for layer in self._sparse]
-                if isinstance(self.prefetcher, ZeroCopy) and sparse[0].store.slabs:
-                    sparse[-1].store.slabs[-1].wait()
-                    if self.pinner.refused:
-                        self.prefetcher = self._new_prefetcher(zero_copy=False)
-                        for layer in sparse:
-                            layer.prefetcher = self.prefetcher
-                begin = sparse[0].begin
-                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - begin, topk)
-                if isinstance(self.prefetcher, ZeroCopy):
-                    self.prefetcher.settle([layer.store for layer in sparse], begin, sparse[0].edge(self.length))
+                for slab in (slab for layer in sparse for slab in layer.store.slabs):
+                    slab.wait()
+                if isinstance(self.prefetcher, ZeroCopy) and self.pinner.refused:  # a GPU cannot read pageable memory in place
+                    self.prefetcher.close()
+                    self.prefetcher = self._new_prefetcher(zero_copy=False)
+                    for layer in sparse:
+                        layer.prefetcher = self.prefetcher
+                self.epoch += self.prefetcher.reserve(*self._like, channels, edge - sparse[0].begin, topk)
 
     def _age(self, tokens: int) -> None:
         """Move the blocks that a decode step to `tokens` tokens pushes out of tails and windows."""
@@ -706,8 +708,7 @@ class TailorCache(KVCache):
 
     def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         entry, length = self.layers[layer], self.length + 1
-        mine = getattr(self.attend, "__func__", None) is TailorCache.attend  # who watches or replaces `attend` must be called
-        if not mine or self._all_dense or self._like is None or not entry.by_kernels(length):
+        if not self._mine() or self._all_dense or self._like is None or not entry.by_kernels(length):
             return super().rotate_attend(layer, q, k, v, cos, sin)
         self._accept(layer, q, k, v)
         self._fits(k, v)
@@ -789,8 +790,12 @@ class TailorCache(KVCache):
             self.epoch += self.dense.epoch - self._dense_epoch  # it grows on its own
             self._dense_epoch = self.dense.epoch
             return self.dense.capturable()
-        by_kernels = all(layer.by_kernels(self.length + 1) for layer in self._kinds()) and isinstance(self.prefetcher, ZeroCopy)
-        return self._cuda and self.dense is None and self._like is not None and by_kernels
+        if not (self._cuda and self.dense is None and self._like is not None and self._mine()):
+            return False
+        return isinstance(self.prefetcher, ZeroCopy) and all(layer.by_kernels(self.length + 1) for layer in self._kinds())
+
+    def _mine(self) -> bool:
+        return getattr(self.attend, "__func__", None) is TailorCache.attend  # who watches or replaces `attend` must be called
 
     def replayed(self) -> None:
         super().replayed()
@@ -899,12 +904,12 @@ class TailorCache(KVCache):
         """With one quantised layer, the usual case; the prefill's scratch buffers are in it, since they are the peak."""
         if tokens <= options.dense:
             return FullCache.estimate(config, None, tokens, itemsize, batch)
-        row = 2 * batch * config.num_key_value_heads * config.head_dim  # K and V elements of a token in one layer
-        sparse, kept = config.num_hidden_layers - 1, options.sink + options.recent + 2 * BLOCK
-        quantised = row * tokens * (options.bits / 8 + 4 / options.group)
-        decode = row * (tokens * min(options.channels / config.head_dim, 1) + options.topk) * itemsize
-        prefill = 2 * row * tokens * itemsize
-        return {"gpu": int(quantised + sparse * row * kept * itemsize + max(decode, prefill)), "host": sparse * row * tokens * itemsize * 3 // 2}
+        shape = (config.num_key_value_heads, config.head_dim, tokens, itemsize)
+        quantised, sparse, bare = (layer_account(each, coded, *shape) for each, coded in ((options, True), (options, False), (dataclasses.replace(options, resident=0), False)))
+        n = config.num_hidden_layers - 1
+        decode = n * (sparse["gpu"] - bare["gpu"]) + sparse["rows"] + sparse["fetched"]
+        prefill = 2 * 2 * config.num_key_value_heads * config.head_dim * tokens * itemsize
+        return {"gpu": batch * (quantised["gpu"] + n * bare["gpu"] + max(decode, prefill)), "host": batch * n * sparse["host"]}
 
     # -- on disk
 

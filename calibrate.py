@@ -407,7 +407,8 @@ class _Trial:
                 torch.cuda.synchronize(k.device)  # the host's rows are there
             if self.foreseen is not None:
                 entry.foresee(layer, self.foreseen[:, :, one], length, pos)
-            entry.settle(length)
+            if entry.by_kernels(length):
+                entry.settle(length)
             outputs.append(entry.attend(layer, q[:, :, one], k[:, :, one], v[:, :, one], scale, length, pos))
         return torch.cat(outputs, 2)
 

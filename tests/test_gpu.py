@@ -9,7 +9,7 @@ import offload
 from attention import causal_attention
 from cache import FullCache, TailorCache
 from generate import Sampling, Stepper, generate
-from test_tailor import Driver, options, same, state, tiny, tokens
+from test_tailor import BEST, Driver, options, same, state, tiny, tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -185,6 +185,24 @@ def test_a_graph_gives_the_tokens_of_eager_steps(monkeypatch, dtype, sampling):
             assert cache.length == 169 and cache.pos.tolist() == [169]
     assert outs[0] == outs[1] == outs[2] and len(captures) == 6
     assert len(set(outs[0])) > 5 or sampling.temperature == 0
+
+
+@pytest.mark.parametrize("plan", [(), (0,), (0, 2)])
+@pytest.mark.parametrize("setting", [{}, {"resident": 0}, {"resident": 9}, {"resident": 64}, {"dense_below": 340}])
+@pytest.mark.parametrize("dtype, sampling", [(torch.float32, Sampling()), (torch.bfloat16, Sampling(temperature=0.8, seed=3))])
+def test_a_tailored_graph_gives_the_tokens_of_eager_steps(monkeypatch, plan, setting, dtype, sampling):
+    """Side streams forked and joined inside, rows that move between slots, blocks that leave the window, and the step that leaves the dense start."""
+    model, ids, captures, plain = tiny().to("cuda", dtype), tokens(300)[0].tolist(), [], Stepper._capture
+    monkeypatch.setattr(Stepper, "_capture", lambda self, token: (captures.append(self.cache.epoch), plain(self, token)))
+    outs, held = [], []
+    for graph, capacity in ((False, 0), (True, 0), (True, 700)):
+        with TailorCache(model.config, plan, options(**{"topk": 40, "dense_below": 0, **BEST, **setting}), device="cuda:0", capacity=capacity) as cache:
+            outs.append(list(generate(model, cache, ids, 200, sampling, graph=graph)))
+            assert cache.length == 499 and cache.pos.tolist() == [499]
+            held.append(on_host(cache))
+    assert outs[0] == outs[1] == outs[2] and len(captures) >= 2
+    same(held[0], held[1])
+    same(held[0], held[2])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, "sync"])
