@@ -131,8 +131,13 @@ class Stepper:
     @torch.no_grad()
     def __call__(self, token: Tensor) -> Tensor:
         """Token ids `[B, 1]` to the next ones, which are good until the next call."""
+        if not (self.wanted and self.cache.capturable()):
+            self.graph = None
+            token = self.sampler(self.model.decode(token, self.cache))
+            self.epoch = self.cache.epoch
+            return token
         self.cache.begin(1, decode=True)
-        if not (self.wanted and self.cache.capturable() and self.epoch == self.cache.epoch):
+        if self.epoch != self.cache.epoch or not self.cache.capturable():
             self.graph = None  # its memory may be what the next one needs
             logits = self.model.step(token, self.cache)
             self.cache.end()
