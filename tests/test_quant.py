@@ -97,7 +97,7 @@ def layer_error(**settings):
     layer.reserve(k, v, 3001)
     layer.absorb(k, v, 0, 3000)
     k1, v1 = torch.zeros(1, 2, 1, 64), torch.zeros(1, 2, 1, 64)
-    got = layer.attend(q, k1, v1, 0.02, 3001)  # nearly even attention: the layers that are quantised attend densely
+    got = layer.attend(q, k1, v1, 0.02, 3001, torch.tensor([3000]))  # nearly even attention: the layers that are quantised attend densely
     K, V = (torch.cat(x, 2).repeat_interleave(3, 1) for x in ((k, k1), (v, v1)))
     return (got - (q @ K.transpose(-1, -2) * 0.02).softmax(-1) @ V).norm().item()
 
