@@ -177,13 +177,13 @@ def test_twins_are_chosen_on_a_cpu(monkeypatch):
 def test_without_triton_one_warning(monkeypatch):
     """A warning a layer and step would bury the text."""
     monkeypatch.setattr(kernels, "FORCE", None)
-    monkeypatch.setattr(kernels, "triton", None)
+    monkeypatch.setattr(kernels, "ABSENT", True)
     monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
-    kernels._warn_without_triton.cache_clear()
+    kernels._warn_without.cache_clear()
     with pytest.warns(UserWarning, match="Triton is not installed") as caught:
         assert not any([kernels.usable(torch.device("cuda")) for _ in range(3)])
     assert len(caught) == 1
-    kernels._warn_without_triton.cache_clear()
+    kernels._warn_without.cache_clear()
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "qwen3-bias"])
