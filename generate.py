@@ -132,10 +132,8 @@ class Stepper:
     def __call__(self, token: Tensor) -> Tensor:
         """Token ids `[B, 1]` to the next ones, which are good until the next call."""
         if not (self.wanted and self.cache.capturable()):
-            self.graph = None
-            token = self.sampler(self.model.decode(token, self.cache))
-            self.epoch = self.cache.epoch
-            return token
+            self.graph, self.epoch = None, -1  # a step that could be captured has still to run eagerly
+            return self.sampler(self.model.decode(token, self.cache))
         self.cache.begin(1, decode=True)
         if self.epoch != self.cache.epoch or not self.cache.capturable():
             self.graph = None  # its memory may be what the next one needs
