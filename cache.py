@@ -31,7 +31,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import kernels
 from attention import causal_attention
 from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
 from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_sums, encode_rows, largest, whole_chunks
@@ -121,6 +120,10 @@ class KVCache:
     def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`attend` of a decode step's q and k, not yet rotated, by `cos, sin [1, D]`: a cache that can rotates where it writes."""
         return self.attend(layer, *rotate_pair(q, k, cos, sin), v)
+
+    def _watched(self, attend) -> bool:
+        """Has somebody replaced or overridden `attend`, which is `attend` otherwise? Then it must be called."""
+        return getattr(self.attend, "__func__", None) is not attend
 
     def capturable(self) -> bool:
         """May a decode step be captured in a CUDA graph, once one has run? Then it reads no host number that changes but through `epoch`."""
@@ -308,7 +311,7 @@ class FullCache(KVCache):
         return causal_attention(q, self.k[layer][:, :, :stop], self.v[layer][:, :, :stop], scale)
 
     def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if self._fused(k, v) and self._mine():
+        if self._fused(k, v) and not self._watched(FullCache.attend):
             return self._decode(layer, q, k, v, cos, sin, None)
         return super().rotate_attend(layer, q, k, v, cos, sin)
 
@@ -323,12 +326,9 @@ class FullCache(KVCache):
     def _fused(self, k: Tensor, v: Tensor) -> bool:
         return max(k.shape[3], v.shape[3]) <= MAX_HEAD_DIM and usable(k.device)
 
-    def _mine(self) -> bool:
-        return getattr(self.attend, "__func__", None) is FullCache.attend  # who watches or replaces `attend` must be called
-
     def capturable(self) -> bool:
         pairs = zip(self.k, self.v)
-        return self.pos.is_cuda and self._mine() and all(k is not None and v is not None and self._fused(k, v) for k, v in pairs)
+        return self.pos.is_cuda and not self._watched(FullCache.attend) and all(k is not None and v is not None and self._fused(k, v) for k, v in pairs)
 
     def _allocate(self, layer: int, k: Tensor, v: Tensor) -> None:
         for buffers, new in ((self.k, k), (self.v, v)):
@@ -476,6 +476,14 @@ class TailorConfig:
         return self.sink + self.recent + self.topk if self.dense_below < 0 else self.dense_below
 
 
+def make_layer(options: TailorConfig, pinner: Pinner | None = None, prefetcher: Prefetcher | ZeroCopy | None = None, turn: int = 0) -> QuantLayer | SparseLayer:
+    """An empty layer with these settings: sparse if there is a prefetcher, whose `turn`-th layer it is, else quantised."""
+    o = options
+    if prefetcher is None:
+        return QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre)
+    return SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, pinner, prefetcher, turn, o.tilt)
+
+
 class TailorCache(KVCache):
     """TailorKV: densely attending layers as 1-bit codes on the GPU, all others in host memory, fetched row by row.
 
@@ -522,13 +530,11 @@ class TailorCache(KVCache):
         for layer in range(self.num_layers):
             o = dataclasses.replace(self.options, **self.settings[layer])
             if layer in self.quantised:
-                self.layers.append(QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre))
+                self.layers.append(make_layer(o))
             else:
-                turn = self._sparse.index(layer)
-                entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, self.pinner, self.prefetcher, turn, o.tilt)
+                self.layers.append(make_layer(o, self.pinner, self.prefetcher, self._sparse.index(layer)))
                 if self._static is not None:
-                    entry.static = self._static[layer][:, : o.channels].sort(-1).values.to(device)
-                self.layers.append(entry)
+                    self.layers[layer].static = self._static[layer][:, : o.channels].sort(-1).values.to(device)
         self._like: tuple[Tensor, Tensor] | None = None  # empty K and V, for shape and dtype
         self._scratch: list[tuple[Tensor, Tensor] | None] = [None, None]
         self._ready = [Event(device) for _ in range(2)]  # the side stream is through with a scratch buffer
@@ -539,7 +545,7 @@ class TailorCache(KVCache):
     def _new_prefetcher(self, zero_copy: bool | None = None) -> Prefetcher | ZeroCopy:
         o, device = self.options, self.pos.device
         if zero_copy is None:
-            zero_copy = o.prefetch != "thread" and kernels.usable(device) and (self._cuda or o.prefetch == "uva")
+            zero_copy = o.prefetch != "thread" and usable(device) and (self._cuda or o.prefetch == "uva")
         if zero_copy:
             return ZeroCopy(device, o.row_bits, 0 if o.static else o.resident, len(self._sparse))
         if o.prefetch == "uva":
@@ -585,6 +591,9 @@ class TailorCache(KVCache):
                 due = min((next((n for n in ahead if layer.edge(n) > layer.edge(tokens)), tokens + 65) for layer in self._kinds()), default=tokens + 65)
                 self._nothing_due_until = min(due - 1, self.capacity)
 
+    def _sparse_layers(self) -> list[SparseLayer]:
+        return [self.layers[layer] for layer in self._sparse]
+
     def _kinds(self):
         """One layer of each kind there is: edges are the same within a kind."""
         return {type(layer): layer for layer in self.layers}.values()
@@ -603,7 +612,7 @@ class TailorCache(KVCache):
 
     def _move_on(self, tokens: int) -> None:
         """What a decode step to `tokens` tokens needs of the host, room being there."""
-        sparse = [self.layers[layer] for layer in self._sparse]
+        sparse = self._sparse_layers()
         if isinstance(self.prefetcher, ZeroCopy) and sparse and self.prefetcher.planes:
             self.prefetcher.settle([layer.store for layer in sparse], sparse[0].begin, sparse[0].edge(self.length))
         self._age(tokens)
@@ -626,9 +635,8 @@ class TailorCache(KVCache):
         if self._decoding and self._sparse:
             edge = self.layers[self._sparse[0]].edge(room)
             if edge > self.options.sink:
-                channels, topk = (max(getattr(self.layers[layer], name) for layer in self._sparse) for name in ("channels", "topk"))
-                channels = min(channels, self._like[0].shape[3])
-                sparse = [self.layers[layer] for layer in self._sparse]
+                sparse = self._sparse_layers()
+                channels, topk = min(max(layer.channels for layer in sparse), self._like[0].shape[3]), max(layer.topk for layer in sparse)
                 for slab in (slab for layer in sparse for slab in layer.store.slabs):
                     slab.wait()
                 if isinstance(self.prefetcher, ZeroCopy) and self.pinner.refused:  # a GPU cannot read pageable memory in place
@@ -642,7 +650,7 @@ class TailorCache(KVCache):
         """Move the blocks that a decode step to `tokens` tokens pushes out of tails and windows."""
         for number in self.quantised:
             self.layers[number].age(tokens)
-        sparse = [self.layers[number] for number in self._sparse]
+        sparse = self._sparse_layers()
         starts = {layer.leaving(tokens) for layer in sparse}  # the same for all
         if starts <= {None}:
             return
@@ -708,7 +716,7 @@ class TailorCache(KVCache):
 
     def rotate_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         entry, length = self.layers[layer], self.length + 1
-        if not self._mine() or self._all_dense or self._like is None or not entry.by_kernels(length):
+        if self._watched(TailorCache.attend) or self._all_dense or self._like is None or not entry.by_kernels(length):
             return super().rotate_attend(layer, q, k, v, cos, sin)
         self._accept(layer, q, k, v)
         self._fits(k, v)
@@ -790,12 +798,9 @@ class TailorCache(KVCache):
             self.epoch += self.dense.epoch - self._dense_epoch  # it grows on its own
             self._dense_epoch = self.dense.epoch
             return self.dense.capturable()
-        if not (self._cuda and self.dense is None and self._like is not None and self._mine()):
+        if not self._cuda or self.dense is not None or self._like is None or self._watched(TailorCache.attend):
             return False
         return isinstance(self.prefetcher, ZeroCopy) and all(layer.by_kernels(self.length + 1) for layer in self._kinds())
-
-    def _mine(self) -> bool:
-        return getattr(self.attend, "__func__", None) is TailorCache.attend  # who watches or replaces `attend` must be called
 
     def replayed(self) -> None:
         super().replayed()

@@ -47,10 +47,10 @@ from tqdm import tqdm
 
 import embedded
 from attention import causal_attention
-from cache import FullCache, KVCache, TailorCache, TailorConfig, account, layer_account, parse_spec
+from cache import FullCache, KVCache, TailorCache, TailorConfig, account, layer_account, make_layer, parse_spec
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
-from offload import BLOCK, Pinner, Prefetcher, largest
-from quant import BITS, QuantLayer
+from offload import Pinner, Prefetcher, largest
+from quant import BITS
 from retrieval import SparseLayer, critical_channels
 from tokenizer import Tokenizer
 
@@ -386,7 +386,7 @@ class _Trial:
             return causal_attention(q, torch.cat((K, k), 2), torch.cat((V, v), 2), scale)
         scale, entry, outputs = q.shape[3] ** -0.5 if scale is None else scale, self.entry, []
         if sparse := isinstance(entry, SparseLayer):
-            room = entry.edge(n + T) - entry.sink_size // BLOCK * BLOCK
+            room = entry.edge(n + T) - entry.begin
             entry.reserve(k, v, n + T, True)
             if room > 0:
                 entry.prefetcher.reserve(k, v, min(entry.channels, k.shape[3]), room, entry.topk)
@@ -445,10 +445,7 @@ def damages(model: Llama, ids: Tensor, options: TailorConfig, steps: int = N_Q, 
         trial.foreseen = model.predict_query(layer, entering[layer - 1], cos, sin, options.norm) if layer else None
         for quantised, setting in tries(options):
             o, pinner, prefetcher = dataclasses.replace(options, **setting), Pinner(device), Prefetcher(device, options.row_bits)
-            if quantised:
-                trial.entry = QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre)
-            else:
-                trial.entry = SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, pinner, prefetcher, 0, o.tilt)
+            trial.entry = make_layer(o) if quantised else make_layer(o, pinner, prefetcher)
             try:
                 other = rest(entering[layer].clone(), layer)
             finally:

@@ -105,8 +105,10 @@ def _fits(row: Tensor, *others: Tensor | None) -> bool:
     return plain and row.numel() == row.shape[-1] and usable(row.device)
 
 
-def _pdl(device: torch.device) -> bool:
-    return PDL and device.type == "cuda" and _capability(device) >= (9, 0)
+def _launch(device: torch.device) -> dict:
+    """Options of a kernel that begins with `_wait`."""
+    pdl = PDL and device.type == "cuda" and _capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 # ------------------------------------------------------------------------------------------- matrices: building blocks
@@ -139,12 +141,9 @@ def _cut(tile: Tile, K: int, rows: list[int], device: torch.device, itemsize: in
     if tile.per_sm:
         share = -(-sum(rows) // (tile.per_sm * _processors(device)))
         each = -(-share // tile.rows) * tile.rows
-    pdl = _pdl(device)
-    options = {"K": K, "BLOCK_K": chunk, "R": tile.rows, "ROWS": each, "STAGES": tile.stages, "AHEAD": tile.ahead if pdl else 0, "PDL": pdl}
-    return each, options | ({"num_warps": tile.warps} | ({"launch_pdl": True} if pdl else {}))
-
-
-# ------------------------------------------------------------------------------------------- building blocks of kernels
+    launch = _launch(device)
+    options = {"K": K, "BLOCK_K": chunk, "R": tile.rows, "ROWS": each, "STAGES": tile.stages, "AHEAD": tile.ahead if launch["PDL"] else 0}
+    return each, options | {"num_warps": tile.warps} | launch
 
 
 @triton.jit
@@ -158,6 +157,7 @@ def _wait(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
+
 @triton.jit
 def _ask(ptr, elements, LINES: tl.constexpr):
     """Ask the L2 for the first LINES lines of 128 bytes behind `ptr`, or as many as hold `elements` elements."""
@@ -165,6 +165,7 @@ def _ask(ptr, elements, LINES: tl.constexpr):
         step: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
         address = (ptr + tl.minimum(tl.arange(0, LINES) * step, elements - 1)).to(tl.int64)
         tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
 
 @triton.jit
 def _inverse_rms(h_ptr, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
@@ -175,6 +176,7 @@ def _inverse_rms(h_ptr, eps, K: tl.constexpr, BLOCK_K: tl.constexpr):
         total += h * h
     return tl.rsqrt(tl.sum(total) / K + eps)
 
+
 @triton.jit
 def _input(h_ptr, norm_ptr, scale, k, K: tl.constexpr, NORM: tl.constexpr):
     """The input at columns k as float32, normed and rounded to the dtype where NORM."""
@@ -183,6 +185,7 @@ def _input(h_ptr, norm_ptr, scale, k, K: tl.constexpr, NORM: tl.constexpr):
         weight = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         x = (x * scale * weight).to(h_ptr.dtype.element_ty).to(tl.float32)
     return x
+
 
 @triton.jit
 def _products(w_ptr, rows, N, x, h_ptr, norm_ptr, scale, K: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr):
@@ -449,12 +452,11 @@ def _launch_rotate(q, k, v, cos, sin, q_out, k_out, v_out, pos) -> None:
     heads = (q.shape[1] if q_out is not None else 0) + k.shape[1] * (2 if v is not None else 1)
     value = k if v is None else v
     value_out = k_out if v_out is None else v_out
-    pdl = _pdl(q.device)
     _rotate_kernel[(heads, q.shape[0])](
         q, k, value, q if cos is None else cos, q if sin is None else sin, q if q_out is None else q_out, k_out, value_out, q if pos is None else pos, k_out.shape[2],
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), value.stride(0), value.stride(1),
         q.shape[1], k.shape[1], D=k.shape[3], DV=value.shape[3], HALF=triton.next_power_of_2(k.shape[3] // 2), BLOCK_DV=triton.next_power_of_2(value.shape[3]),
-        Q=q_out is not None, ROTATE=cos is not None, APPEND=v is not None, PDL=pdl, num_warps=1, enable_fp_fusion=False, **({"launch_pdl": True} if pdl else {}),
+        Q=q_out is not None, ROTATE=cos is not None, APPEND=v is not None, num_warps=1, enable_fp_fusion=False, **_launch(q.device),
     )  # fmt: skip
 
 
@@ -547,6 +549,7 @@ def _split_kernel(
     tl.store(stat_ptr + row * 2, top, mask=g < G)
     tl.store(stat_ptr + row * 2 + 1, weight, mask=g < G)
 
+
 @triton.jit(do_not_specialize=["splits"])
 def _join_kernel(
     part_ptr, stat_ptr, pos_ptr, out_ptr, splits,
@@ -595,7 +598,7 @@ def split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, sc
     scale = D**-0.5 if scale is None else scale
     if max(D, Dv) > MAX_HEAD_DIM or not usable(q.device) or not k_cache.is_contiguous() or not v_cache.is_contiguous():
         return _split_attention(q, k_cache, v_cache, pos, scale)
-    power, G, splits, pdl = triton.next_power_of_2, H // KV, -(-slots // SPLIT), _pdl(q.device)
+    power, G, splits, launch = triton.next_power_of_2, H // KV, -(-slots // SPLIT), _launch(q.device)
     q = q if q.stride(-1) == 1 else q.contiguous()
     part = torch.empty(B * H, splits, Dv, dtype=torch.float32, device=q.device)
     stat = torch.empty(B * H, splits, 2, dtype=torch.float32, device=q.device)
@@ -603,14 +606,13 @@ def split_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, pos: Tensor, sc
     tokens, warps, stages = SPLIT_TILE
     if q.dtype == torch.float32 or max(D, Dv) > 128:  # twice the bytes a row; exactness and room, not speed
         tokens, warps, stages = 32, 8, 2
-    launch = {"launch_pdl": True} if pdl else {}
     _split_kernel[(splits, B * KV)](
         q, k_cache, v_cache, pos, part, stat, scale * 1.4426950408889634, q.stride(0), q.stride(1), KV, slots, splits,
         G=G, D=D, DV=Dv, BLOCK_G=max(16, power(G)), BLOCK_D=max(16, power(D)), BLOCK_DV=max(16, power(Dv)),
-        BLOCK_N=tokens, SPLIT=SPLIT, STAGES=stages, PDL=pdl, num_warps=warps, **launch,
+        BLOCK_N=tokens, SPLIT=SPLIT, STAGES=stages, num_warps=warps, **launch,
     )  # fmt: skip
     width = min(32, power(Dv))
-    _join_kernel[(B * H, -(-Dv // width))](part, stat, pos, out, splits, DV=Dv, BLOCK_DV=width, BLOCK_S=64, SPLIT=SPLIT, PDL=pdl, num_warps=4, **launch)
+    _join_kernel[(B * H, -(-Dv // width))](part, stat, pos, out, splits, DV=Dv, BLOCK_DV=width, BLOCK_S=64, SPLIT=SPLIT, num_warps=4, **launch)
     return out
 
 
@@ -630,7 +632,6 @@ class Rows:
         planes: as `offload.row_planes` has them, `[B, KV, S, blocks * elements]`, S slots, of the blocks from `begin` on.
         index: int32 `[B, KV, C]`, the critical channels, ascending. slot: int32 `[B, KV, C]`, where each one's row lies.
         bits: of the planes' codes; 16: plain rows. begin: position of the first block, a multiple of 64.
-        apart: they come over another stream, for which the current one waits.
     """
 
     planes: list[Tensor]
@@ -638,7 +639,6 @@ class Rows:
     slot: Tensor
     bits: int
     begin: int
-    apart: bool = False
 
 
 @triton.jit
@@ -798,18 +798,17 @@ class Scratch:
 
     CHUNK = 1024
 
-    def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, device: torch.device):
+    def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, bits: int, device: torch.device):
         B, KV = head
         N = -(-positions // self.CHUNK) * self.CHUNK
-        self.positions, self.topk, self.G = N, topk, G
+        self.positions, self.bits = N, bits
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
         self.peak = min(64, max(8, 2 ** round(math.log2(max(N / max(topk, 1), 1)) / 2)))
         self.scores = torch.empty(B, KV * G, N, dtype=torch.float32, device=device)
         self.stats = torch.empty(5, B, KV * G, N // self.CHUNK, dtype=torch.float32, device=device)
         self.importance = torch.empty(B, KV, N, dtype=torch.int32, device=device)
         self.peaks = torch.empty(B, KV, N // self.peak, dtype=torch.int32, device=device)
-        self.slots = 2 ** math.ceil(math.log2(max(topk, 1)))
-        self.blocks = torch.empty(B, KV, self.slots, dtype=torch.int32, device=device)
+        self.blocks = torch.empty(B, KV, 2 ** math.ceil(math.log2(max(topk, 1))), dtype=torch.int32, device=device)
 
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.scores, self.stats, self.importance, self.peaks, self.blocks))
@@ -1015,19 +1014,19 @@ def _total(stats, stat, row, chunks, CHUNKS: tl.constexpr):
 @triton.jit(do_not_specialize=["chunks"])
 def _importance_kernel(
     scores, stats, importance, peaks, pos, begin, recent, N, chunks, heads,
-    G: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
     edge = _edge(pos, recent)
-    i = tl.arange(0, STEP // PEAK)
-    peaks += head * (N // PEAK) + part * (STEP // PEAK) + i
-    if begin + part * STEP >= edge:
-        tl.store(peaks, tl.full([STEP // PEAK], NOTHING, tl.int32))
+    i = tl.arange(0, CHUNK // PEAK)
+    peaks += head * (N // PEAK) + part * (CHUNK // PEAK) + i
+    if begin + part * CHUNK >= edge:
+        tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
         return
-    n = part * STEP + tl.arange(0, STEP)
+    n = part * CHUNK + tl.arange(0, CHUNK)
     place = _place(n, BITS, CHUNK)
-    value = tl.zeros([STEP], tl.float32)
+    value = tl.zeros([CHUNK], tl.float32)
     nothing = n < 0
     for g in tl.static_range(G):
         score = tl.load(scores + (head * G + g) * N + place)
@@ -1035,7 +1034,7 @@ def _importance_kernel(
         nothing = score == float("-inf")
     key = tl.where(nothing, NOTHING, _ordered(value / G))
     tl.store(importance + head * N + n, key)
-    tl.store(peaks, tl.max(tl.reshape(key, [STEP // PEAK, PEAK]), 1))
+    tl.store(peaks, tl.max(tl.reshape(key, [CHUNK // PEAK, PEAK]), 1))
 
 
 @triton.jit
@@ -1113,22 +1112,19 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
     B, H, _, D = q.shape
     KV, C = rows.index.shape[1:]
     s, G = scratch, H // KV
-    s.bits = rows.bits
-    N, chunks, power = s.positions, s.positions // s.CHUNK, triton.next_power_of_2
+    N, chunks, power, launch = s.positions, s.positions // s.CHUNK, triton.next_power_of_2, _launch(q.device)
     codes, ranges = rows.planes[0], rows.planes[-1]
     if rows.bits < 8:
         codes = codes.view({2: torch.int16, 4: torch.int32}[rows.bits])  # eight codes each
-    pdl = _pdl(q.device)
-    launch = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
     _scores_kernel[(chunks, B * KV)](
         q, rows.index, rows.slot, codes, ranges, s.scores, s.stats, s.importance, s.peaks, pos, scale, rows.begin, sink, recent, D, N,
         codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H,
-        C=C, G=G, GP=power(G) if rows.bits < 8 else max(8, power(G)), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, AUTHORS=authors, num_warps=4, **(launch),
+        C=C, G=G, GP=power(G) if rows.bits < 8 else max(8, power(G)), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, AUTHORS=authors, num_warps=4, **launch,
     )  # fmt: skip
     if not authors:
         _importance_kernel[(chunks, B * KV)](
             s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
-            G=G, BITS=rows.bits, STEP=s.CHUNK, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), num_warps=4, **launch,
+            G=G, BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), num_warps=4, **launch,
         )  # fmt: skip
     K, KP, peaks = chosen.shape[2], power(chosen.shape[2]), power(N // s.peak)
     warps = min(max(max(KP * s.peak, peaks) // SELECT_EACH, 1), 16)
@@ -1224,12 +1220,12 @@ def _join_tail_kernel(
     o = tl.sum(weight[:, None] * tl.load(part + (row * tiles + i)[:, None] * DV + dv[None, :], mask=(i < tiles)[:, None] & (dv < DV)[None, :], other=0.0), 0)
     total = tl.sum(weight, 0)
     if TAIL:
-        count = _edge(pos, recent) - sink
+        edge = _edge(pos, recent)
+        count = edge - sink
         c = tl.arange(0, CHUNKS)
         stats += row * chunks + c
         real = c < chunks
         mass = tl.exp2(tl.load(stats, mask=real, other=float("-inf")) - high) * tl.load(stats + stat, mask=real, other=0.0)
-        there = real & (mass > 0.0)
         fetched = tl.exp2(tl.load(parts + (row * tiles + i) * 3 + 1, mask=i < tiles, other=float("-inf")) - high)
         rest = tl.where(count > K, tl.maximum(tl.sum(mass, 0) - tl.sum(fetched, 0), 0.0), 0.0)
         value = (tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0) / tl.maximum(count, 1)).to(tl.float32)
@@ -1238,7 +1234,7 @@ def _join_tail_kernel(
         if TILT:
             # The number of candidates in each chunk, for the mean and the variance of all scores.
             first = begin + c * CHUNK
-            n = tl.maximum(tl.minimum(first + CHUNK, _edge(pos, recent)) - tl.maximum(first, sink), 0).to(tl.float32)
+            n = tl.maximum(tl.minimum(first + CHUNK, edge) - tl.maximum(first, sink), 0).to(tl.float32)
             there = real & (n > 0)
             means = tl.load(stats + 3 * stat, mask=there, other=0.0)
             mean = tl.sum(n * means, 0) / tl.maximum(count, 1).to(tl.float32)
@@ -1280,8 +1276,7 @@ def gather_attention(
     part = torch.empty(B * H, tiles, DV, dtype=torch.float32, device=q.device)
     parts = torch.empty(B * H, tiles, 3, dtype=torch.float32, device=q.device)  # log-sum-exp; that of the approximate scores, and their mean
     staged_k, staged_v = staged or ring
-    power, pdl, tail = triton.next_power_of_2, _pdl(q.device), vsum is not None
-    launch = {"PDL": pdl} | ({"launch_pdl": True} if pdl else {})
+    power, launch, tail = triton.next_power_of_2, _launch(q.device), vsum is not None
     _gather_kernel[(B * KV, tiles)](
         q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV, staged_k.shape[2],
         G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],

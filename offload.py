@@ -542,16 +542,13 @@ class Prefetcher:
         """What the kernels write between scoring and attention, for groups of G query heads."""
         if self.scratch is None:
             B, KV, K = self.tokens[0].shape[:3]
-            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.device)
+            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.row_bits, self.device)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
         """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch their rows of positions below `stop`."""
         index = first_of(self._index[entry.turn % 2], entry.channels)
-        if entry.static is not None:
-            index.copy_(entry.static.expand_as(index))
-        else:
-            kernels.choose_channels(q, entry.kmax, entry.authors, index, index, index)
+        entry.choose_channels(q, index, index, index)
         self.prefetch(layer, entry.turn, entry.store, index.long(), entry.begin, stop)
 
     def brought(self, layer: int, entry, stop: int) -> kernels.Rows | None:
@@ -563,7 +560,7 @@ class Prefetcher:
         self._written[entry.turn % 2].wait()
         planes = self._front(self.rows[entry.turn % 2], min(entry.channels, entry.kmax.shape[2]), stop - entry.begin)
         index, place = first_of(self._index[entry.turn % 2], entry.channels), self._place[:, :, : entry.channels].contiguous()
-        return kernels.Rows(planes, index, place, self.row_bits, entry.begin, apart=True)
+        return kernels.Rows(planes, index, place, self.row_bits, entry.begin)
 
     def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
@@ -630,8 +627,7 @@ class ZeroCopy:
         self.blocks = whole_chunks(max(positions // BLOCK, self.blocks * 9 // 8))
         self._head, self.complete, self.stale = (*head, topk), self.resident >= D, True
         slots = min(max(self.resident, channels), D) if self.resident else channels
-        self.planes, G = [], self.scratch.G if self.scratch is not None else 0  # the old ones are freed first
-        self.scratch = kernels.Scratch(head, G, self.blocks * BLOCK, topk, device) if G else None
+        self.planes, self.scratch = [], None  # the old ones are freed first
         held = [[torch.empty(*head, slots, self.blocks * each, dtype=kind, device=device) for kind, each in row_planes(self.row_bits, like_k.dtype)] for _ in range(n if self.resident else 2)]
         self.planes = [held[turn % len(held)] for turn in range(n)]
         ints = {"dtype": torch.int32, "device": device}
@@ -677,7 +673,7 @@ class ZeroCopy:
     def scratch_for(self, G: int) -> kernels.Scratch:
         """What the kernels write between scoring and attention, for groups of G query heads."""
         if self.scratch is None:
-            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.device)
+            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.row_bits, self.device)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
@@ -686,13 +682,13 @@ class ZeroCopy:
         index, slot, missing = self._tables(entry)
         self._brought.add(layer)
         if self.complete:
-            self._choose(entry, q, pos, index, slot, missing)
+            entry.choose_channels(q, index, slot, missing)
             return
         ready = Event(self.device)
         ready.record()  # also behind the last reader of these rows: layers read them in turn, in the current stream
         with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
             ready.wait()
-            self._choose(entry, q, pos, index, slot, missing)
+            entry.choose_channels(q, index, slot, missing, self._held[turn], self._stamp[turn], pos)
             rows = kernels.Rows(self.planes[turn], index, slot, self.row_bits, entry.begin)
             kernels.fetch_rows(entry.store.table(self.device), rows, missing if self.resident else None, entry.kmax.shape[2], pos, entry.recent)
             self._written[turn].record()
@@ -704,12 +700,6 @@ class ZeroCopy:
             self._slot[entry.turn] = torch.arange(index.shape[2], dtype=torch.int32, device=self.device).expand(index.shape).contiguous()
         return [index, first_of(self._slot[entry.turn], entry.channels), missing]
 
-    def _choose(self, entry, q: Tensor, pos: Tensor, index: Tensor, slot: Tensor, missing: Tensor) -> None:
-        if entry.static is None:
-            kernels.choose_channels(q, entry.kmax, entry.authors, index, slot, missing, self._held[entry.turn], self._stamp[entry.turn], pos)
-        else:
-            index.copy_(entry.static.expand_as(index))
-
     def brought(self, layer: int, entry, stop: int) -> kernels.Rows | None:
         """The rows for the current stream; None if `layer` has none under way."""
         if layer not in self._brought:
@@ -718,7 +708,7 @@ class ZeroCopy:
         if not self.complete:
             self._written[entry.turn].wait()
         index, slot, _ = self._tables(entry)
-        return kernels.Rows(self.planes[entry.turn], index, slot, self.row_bits, entry.begin, apart=not self.complete)
+        return kernels.Rows(self.planes[entry.turn], index, slot, self.row_bits, entry.begin)
 
     def done_with_rows(self, turn: int) -> None:
         """Nothing to do, see `bring`."""

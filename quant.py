@@ -277,7 +277,8 @@ class QuantLayer:
         V has the shift added: the weights of an attention sum to 1, so each output gets it once for the mass of its coded part.
         """
         k, v = decode_blocks(self.codes, self.ranges, first, last, self.bits, self.group, self.ring.v.shape[3])
-        return k, v + self.shift if self.correct or self.centre else v
+        shift = self._lacking()
+        return k, v if shift is None else v + shift
 
     # -- prefill
 

@@ -11,7 +11,7 @@ For a decode step at layer l,
     g. not in the paper, and off in its presets: the *tail*. The approximate scores cover every candidate, so they also say how
        much attention was not fetched. That mass goes to the candidates' mean value (the idea of SparQ Attention, 2312.04985)
        instead of being taken for zero.
-    h. nor this: with `tilt`, that value follows the query. See `tail_value`.
+    h. nor this: with `tilt`, that value follows the query. See `tail_shift`.
 
 The sink is the first `sink` tokens. The window is the newest `recent` tokens, its old end rounded down to a multiple of 64
 (`recent` to `recent + 63` tokens): behind that edge tokens live on the host, and all of them but the sink are candidates.
@@ -280,6 +280,13 @@ class SparseLayer:
         if self.static is not None:
             return self.static.expand(q.shape[0], -1, -1).contiguous()
         return critical_channels(q, self.kmax, self.channels, self.authors)
+
+    def choose_channels(self, q: Tensor, index: Tensor, slot: Tensor, missing: Tensor, held: Tensor | None = None, stamp: Tensor | None = None, pos: Tensor | None = None) -> None:
+        """What `channels_for` does, by kernels and into their tables: see `kernels.choose_channels`. Static channels have no slots but their own."""
+        if self.static is not None:
+            index.copy_(self.static.expand_as(index))
+        else:
+            kernels.choose_channels(q, self.kmax, self.authors, index, slot, missing, held, stamp, pos)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor) -> Tensor:
         """Append k, v `[B, KV, 1, D]` as position `length - 1`; attend with q `[B, H, 1, D]` over sink, the chosen candidates and the window."""
