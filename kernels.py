@@ -781,7 +781,7 @@ def fetch_rows(table: Tensor, rows: Rows, missing: Tensor | None, channels: int,
 
 
 GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`
-SELECT_EACH = 512  # numbers a warp of the selection
+SELECT_EACH = 1024  # numbers a warp of the selection
 
 
 @dataclass
@@ -793,7 +793,7 @@ class Scratch:
         stats: `[5, B, H, N / CHUNK]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
             mean, and the sum of squares around it.
         importance: `[B, KV, N]` as `ordered` integers; peaks: its maximum over each `PEAK` positions.
-        blocks: int32 `[B, KV, K or more]`, the peaks that are looked under, for the largest K of any layer.
+        blocks: int32 `[B, KV, more than K]`, the peaks that are looked under, for the largest K of any layer.
     """
 
     CHUNK = 1024
@@ -802,13 +802,14 @@ class Scratch:
         B, KV = head
         N = -(-positions // self.CHUNK) * self.CHUNK
         self.positions, self.bits = N, bits
+        wide = triton.next_power_of_2(max(topk, 1) * 9 // 8 + 1)
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
-        self.peak = min(64, max(8, 2 ** round(math.log2(max(N / max(topk, 1), 1)) / 2)))
+        self.peak = min(64, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
         self.scores = torch.empty(B, KV * G, N, dtype=torch.float32, device=device)
         self.stats = torch.empty(5, B, KV * G, N // self.CHUNK, dtype=torch.float32, device=device)
         self.importance = torch.empty(B, KV, N, dtype=torch.int32, device=device)
         self.peaks = torch.empty(B, KV, N // self.peak, dtype=torch.int32, device=device)
-        self.blocks = torch.empty(B, KV, 2 ** math.ceil(math.log2(max(topk, 1))), dtype=torch.int32, device=device)
+        self.blocks = torch.empty(B, KV, wide, dtype=torch.int32, device=device)
 
     def nbytes(self) -> int:
         return sum(x.nbytes for x in (self.scores, self.stats, self.importance, self.peaks, self.blocks))
@@ -827,210 +828,196 @@ NOTHING = tl.constexpr(-(2**31) + 1)  # less than any number's image under `_ord
 
 @triton.jit
 def _place(n, BITS: tl.constexpr, CHUNK: tl.constexpr):
-    """Where the score of the n-th position lies: below 8 bits the eighth ones of a chunk together, as a thread that unpacks words has them."""
-    if BITS < 8:
-        n = n // CHUNK * CHUNK + n % 8 * (CHUNK // 8) + n % CHUNK // 8
-    return n
+    """Where the score of the n-th position lies: all first codes of a chunk's 16-bit words together, then all second ones."""
+    EACH: tl.constexpr = 16 // BITS
+    return n // CHUNK * CHUNK + n % EACH * (CHUNK // EACH) + n % CHUNK // EACH
 
 
 @triton.jit
-def _code(words, i: tl.constexpr, BITS: tl.constexpr):
-    """1 + code / 2^BITS of each word's i-th code: the code as the first bits behind a float's leading 1. A conversion from integers runs at a quarter of the rate."""
-    shift: tl.constexpr = 23 - BITS - i * BITS
-    bits = words << shift if shift >= 0 else words >> -shift
-    return ((bits & ((2**BITS - 1) << (23 - BITS))) | 0x3F800000).to(tl.float32, bitcast=True)[None, :]
+def _key(words, step, zero, i: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
+    """zero + step * code of each 16-bit word's i-th code, float16 (float32 if EXACT); at 16 bits the word itself."""
+    if BITS == 16:
+        key = words if NATIVE else words.to(tl.float32)  # the interpreter multiplies bfloat16 as if it were integers
+    elif NATIVE and not EXACT:
+        # Two at a time. A code in the last bits of 1024, as a float16, is 1024 + code; a conversion from integers runs at a quarter of the rate.
+        key = tl.inline_asm_elementwise(
+            f"""{{
+                .reg .b32 c, mask, big;
+                mov.b32 mask, {(2**BITS - 1) * 65537};
+                mov.b32 big, 0x64006400;
+                shr.u32 c, $1, {i * BITS};
+                lop3.b32 c, c, mask, big, 0xEA;
+                mov.b32 big, 0xE400E400;
+                add.rn.f16x2 c, c, big;
+                fma.rn.f16x2 $0, c, $2, $3;
+            }}""",
+            "=r,r,r,r", [words, step, zero], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        key = ((words.to(tl.int32) >> (i * BITS)) & (2**BITS - 1)).to(tl.float32) * step.to(tl.float32) + zero.to(tl.float32)
+    return key
+
+
+@triton.jit
+def _some_scores(acc, words, step, zero, x, offset, first: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
+    """`acc [words, columns]` plus keys times queries, of the words' codes from `first` on: the j-th of PER where a column's `offset` is j."""
+    for j in tl.static_range(PER):
+        key = _key(words, step, zero, first + j, BITS, EXACT, NATIVE)
+        mine = x if PER == 1 else tl.where((offset == j)[None, :], x, 0.0).to(x.dtype)
+        acc = tl.dot(key, mine, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _candidates(acc, column, at, offset, low, high):
+    """Scores of candidates, minus infinity elsewhere; `at`: position of each word's first code."""
+    past = (at[:, None] + offset[None, :] - low).to(tl.uint32)  # of the first candidate; what lies before it is a large number
+    return tl.where(past < (high - low).to(tl.uint32), acc * column[None, :], float("-inf"))
 
 
 @triton.jit
 def _weigh(score, high):
-    """2^(score - high), the score or 0 where there is none, and their product."""
-    weight = tl.exp2(score - high)
-    plain = tl.where(score == float("-inf"), 0.0, score)
-    return weight, plain, weight * plain
+    """2^(score - high), the distance from high, their product, and the distance's square; 0 where there is no candidate."""
+    off = score - high[None, :]
+    weight = tl.exp2(off)
+    off = tl.where(off == float("-inf"), 0.0, off)
+    return weight, weight * off, off, off * off
 
 
 @triton.jit
-def _square(score, mean):
-    off = tl.where(score == float("-inf"), 0.0, score - mean)
-    return off * off
-
-
-@triton.jit
-def _signed_mean(to, score, g, G: tl.constexpr):
-    """Store the authors' importance of one position a word, the mean over the group, and return it."""
-    real = (g < G)[:, None]
-    none = tl.sum((real & (score == float("-inf"))).to(tl.int32), 0) > 0
-    value = tl.where(none, NOTHING, _ordered(tl.sum(tl.where(real, score, 0.0), 0) / G))
-    tl.store(to, value)
-    return value
+def _fold(x, PER: tl.constexpr, GP: tl.constexpr):
+    return tl.sum(tl.reshape(x, [PER, GP]), 0)
 
 
 @triton.jit
 def _scores_kernel(
-    q, index, slot, codes, ranges, scores, stats, importance, peaks, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads,
-    C: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
+    q, index, slot, codes, ranges, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads,
+    C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
     edge = _edge(pos, recent)
-    g = tl.arange(0, GP)
+    group = tl.arange(0, GP)
     chunks = N // CHUNK
-    stats += (head * G + g) * chunks + chunk
+    stats += (head * G + group) * chunks + chunk
     stat = heads.to(tl.int64) * chunks  # from one kind to the next
     if begin + chunk * CHUNK >= edge:
-        tl.store(stats, float("-inf"), mask=g < G)
-        tl.store(stats + stat, 0.0, mask=g < G)
-        if AUTHORS:
-            i = tl.arange(0, CHUNK // PEAK)
-            tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + i, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
+        tl.store(stats, float("-inf"), mask=group < G)
+        tl.store(stats + stat, 0.0, mask=group < G)
         return
-    n = chunk * CHUNK + tl.arange(0, CHUNK)
-    # Loads have no mask along the positions, which would make them byte by byte: rows are readable to the end of the chunk, and what is
-    # read there touches no other position's score.
-    if BITS <= 4:
-        # Eight codes a word, a word a thread, which unpacks them once for all heads of the group: `[G, words]` has that layout, and no data
-        # passes between threads. score = sum_c q_c (zero + step code) = sum_c q_c (zero - 2^BITS step) + sum_c q_c 2^BITS step (1 + code / 2^BITS).
-        word = chunk * (CHUNK // 8) + tl.arange(0, CHUNK // 8)
-        pair = (chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 8) // 8) * 2
-        base = tl.zeros([GP, CHUNK // 8], tl.float32)
-        a0, a1, a2, a3, a4, a5, a6, a7 = base, base, base, base, base, base, base, base
-        for c in tl.range(0, C, loop_unroll_factor=4):
-            row = tl.load(slot + head * C + c).to(tl.int64)
-            channel = tl.load(index + head * C + c)
-            x = tl.zeros([GP], tl.float32)
-            for i in tl.static_range(G):  # from scalars, since a loaded tensor would bring a layout of its own
-                x = tl.where(g == i, tl.load(q + (head * G + i) * D + channel).to(tl.float32), x)
-            x = (x * (scale * LOG2E))[:, None]
-            words = tl.load(codes + head * code_head + row * code_row + word).to(tl.int32)
-            at = ranges + head * range_head + row * range_row + pair
-            step, zero = tl.load(at).to(tl.float32)[None, :], tl.load(at + 1).to(tl.float32)[None, :]
-            step *= 2**BITS
-            base += x * (zero - step)
-            x = x * step
-            a0 += x * _code(words, 0, BITS)
-            a1 += x * _code(words, 1, BITS)
-            a2 += x * _code(words, 2, BITS)
-            a3 += x * _code(words, 3, BITS)
-            a4 += x * _code(words, 4, BITS)
-            a5 += x * _code(words, 5, BITS)
-            a6 += x * _code(words, 6, BITS)
-            a7 += x * _code(words, 7, BITS)
-        a0, a1, a2, a3, a4, a5, a6, a7 = a0 + base, a1 + base, a2 + base, a3 + base, a4 + base, a5 + base, a6 + base, a7 + base
-        low, high = tl.maximum(sink - begin, chunk * CHUNK) - word * 8, edge - begin - word * 8  # the candidates among a word's eight
-        a0 = tl.where(((low <= 0) & (high > 0))[None, :], a0, float("-inf"))
-        a1 = tl.where(((low <= 1) & (high > 1))[None, :], a1, float("-inf"))
-        a2 = tl.where(((low <= 2) & (high > 2))[None, :], a2, float("-inf"))
-        a3 = tl.where(((low <= 3) & (high > 3))[None, :], a3, float("-inf"))
-        a4 = tl.where(((low <= 4) & (high > 4))[None, :], a4, float("-inf"))
-        a5 = tl.where(((low <= 5) & (high > 5))[None, :], a5, float("-inf"))
-        a6 = tl.where(((low <= 6) & (high > 6))[None, :], a6, float("-inf"))
-        a7 = tl.where(((low <= 7) & (high > 7))[None, :], a7, float("-inf"))
-        to = scores + (head * G + g)[:, None] * N + (chunk * CHUNK + tl.arange(0, CHUNK // 8))[None, :]
-        mask = (g < G)[:, None]
-        E: tl.constexpr = CHUNK // 8
-        tl.store(to, a0, mask=mask)
-        tl.store(to + E, a1, mask=mask)
-        tl.store(to + 2 * E, a2, mask=mask)
-        tl.store(to + 3 * E, a3, mask=mask)
-        tl.store(to + 4 * E, a4, mask=mask)
-        tl.store(to + 5 * E, a5, mask=mask)
-        tl.store(to + 6 * E, a6, mask=mask)
-        tl.store(to + 7 * E, a7, mask=mask)
-        most = tl.maximum(tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)), tl.maximum(tl.maximum(a4, a5), tl.maximum(a6, a7)))
-        high = tl.max(most, 1)
-        safe = tl.where(high == float("-inf"), 0.0, high)[:, None]
-        real = tl.minimum(edge - begin, (chunk + 1) * CHUNK) - tl.maximum(sink - begin, chunk * CHUNK)
-        count = tl.maximum(real, 1).to(tl.float32)
-        w, plain, weighted = _weigh(a0, safe)
-        w1, p1, s1 = _weigh(a1, safe)
-        w2, p2, s2 = _weigh(a2, safe)
-        w3, p3, s3 = _weigh(a3, safe)
-        w4, p4, s4 = _weigh(a4, safe)
-        w5, p5, s5 = _weigh(a5, safe)
-        w6, p6, s6 = _weigh(a6, safe)
-        w7, p7, s7 = _weigh(a7, safe)
-        total = tl.sum(((w + w1) + (w2 + w3)) + ((w4 + w5) + (w6 + w7)), 1)
-        weighted = tl.sum(((weighted + s1) + (s2 + s3)) + ((s4 + s5) + (s6 + s7)), 1)
-        mean = tl.sum(((plain + p1) + (p2 + p3)) + ((p4 + p5) + (p6 + p7)), 1) / count
-        m = mean[:, None]
-        spread = tl.sum(((_square(a0, m) + _square(a1, m)) + (_square(a2, m) + _square(a3, m))) + ((_square(a4, m) + _square(a5, m)) + (_square(a6, m) + _square(a7, m))), 1)
-        if AUTHORS:
-            values = importance + head * N + word * 8
-            peak = _signed_mean(values, a0, g, G)
-            peak = tl.maximum(peak, _signed_mean(values + 1, a1, g, G))
-            peak = tl.maximum(peak, _signed_mean(values + 2, a2, g, G))
-            peak = tl.maximum(peak, _signed_mean(values + 3, a3, g, G))
-            peak = tl.maximum(peak, _signed_mean(values + 4, a4, g, G))
-            peak = tl.maximum(peak, _signed_mean(values + 5, a5, g, G))
-            peak = tl.maximum(peak, _signed_mean(values + 6, a6, g, G))
-            peak = tl.maximum(peak, _signed_mean(values + 7, a7, g, G))
-            peak = tl.max(tl.reshape(peak, [CHUNK // PEAK, PEAK // 8]), 1)
-            tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK), peak)
-    else:
-        # Sixteen channels at a time: all at once would not fit the shared memory.
-        score = tl.zeros([CHUNK, GP], tl.float32)
-        for start in range(0, C, 16):
-            c = start + tl.arange(0, 16)
-            row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
-            channel = tl.load(index + head * C + c, mask=c < C, other=0)
-            x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0).to(tl.float32) * (scale * LOG2E)
-            k = tl.load(codes + head * code_head + row[:, None] * code_row + n[None, :], mask=(c < C)[:, None], other=0.0)
-            if BITS == 8:
-                block = chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
-                pair = ranges + head * range_head + row[:, None] * range_row + block[None, :] * 2
-                step, zero = tl.load(pair, mask=(c < C)[:, None], other=0.0).to(tl.float32), tl.load(pair + 1, mask=(c < C)[:, None], other=0.0).to(tl.float32)
-                k = tl.reshape(tl.reshape(k.to(tl.float32), [16, CHUNK // 64, 64]) * step[:, :, None] + zero[:, :, None], [16, CHUNK])
-            score += tl.dot(tl.trans(k.to(tl.float32)), x, input_precision="tf32x3" if BITS == 16 and codes.dtype.element_ty != tl.float32 else "ieee")
-        candidate = (begin + n < edge) & (begin + n >= sink)
-        score = tl.where(candidate[None, :], tl.trans(score), float("-inf"))  # [G, CHUNK]
-        tl.store(scores + (head * G + g)[:, None] * N + n[None, :], score, mask=(g < G)[:, None])
-        high = tl.max(score, 1)
-        w, plain, weighted = _weigh(score, tl.where(high == float("-inf"), 0.0, high)[:, None])
-        count = tl.maximum(tl.sum(candidate.to(tl.int32), 0), 1).to(tl.float32)
-        total, weighted, mean = tl.sum(w, 1), tl.sum(weighted, 1), tl.sum(plain, 1) / count
-        spread = tl.sum(_square(score, mean[:, None]), 1)
-        if AUTHORS:
-            value = tl.where(candidate, _ordered(tl.sum(tl.where((g < G)[:, None], plain, 0.0), 0) / G), NOTHING)
-            tl.store(importance + head * N + n, value)
-            tl.store(peaks + head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK), tl.max(tl.reshape(value, [CHUNK // PEAK, PEAK]), 1))
+    # A matrix of 16-bit words, EACH codes of a channel's row in a word, times queries. The tensor cores want words of two channels side by
+    # side; as words, not as codes, they are exchanged between threads, which then unpack what they multiply. A column is a query head and,
+    # since a product has no fewer than 8 columns, one of PER codes of the word.
+    EACH: tl.constexpr = 16 // BITS
+    ROUNDS: tl.constexpr = EACH // PER
+    M: tl.constexpr = CHUNK // EACH
+    WORDS: tl.constexpr = 64 // EACH  # of a block
+    n = tl.arange(0, GP * PER)
+    g, offset = n % GP, n // GP
+    m = tl.arange(0, M)
+    a0 = tl.zeros([M, GP * PER], tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    for start in tl.static_range(0, C, STEP):
+        # Loads have no mask along the positions, which would make them two bytes at a time: rows are readable to the end of the chunk, and
+        # what is read there touches no other position's score.
+        c = start + tl.arange(0, STEP)
+        row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
+        channel = tl.load(index + head * C + c, mask=c < C, other=0)
+        words = tl.load(codes + head * code_head + row[None, :] * code_row + (chunk * M + m)[:, None])
+        step, zero = words, words
+        if BITS < 16:
+            pair = ranges + head * range_head + row[None, :] * range_row + (chunk * (CHUNK // 64) + m // WORDS)[:, None] * 2
+            step, zero = tl.load(pair), tl.load(pair + 1)
+        x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0)
+        if EXACT or not NATIVE:
+            x = x.to(tl.float32)
+        elif BITS < 16:
+            x = x.to(tl.float16)
+        a0 = _some_scores(a0, words, step, zero, x, offset, 0, PER, BITS, EXACT, NATIVE)
+        if ROUNDS > 1:
+            a1 = _some_scores(a1, words, step, zero, x, offset, PER, PER, BITS, EXACT, NATIVE)
+        if ROUNDS > 2:
+            a2 = _some_scores(a2, words, step, zero, x, offset, 2 * PER, PER, BITS, EXACT, NATIVE)
+            a3 = _some_scores(a3, words, step, zero, x, offset, 3 * PER, PER, BITS, EXACT, NATIVE)
+
+    column = tl.where(g < G, scale * LOG2E, 0.0)
+    at, low = chunk * CHUNK + m * EACH, sink - begin
+    to = scores + (head * G + g)[None, :] * N + chunk * CHUNK + m[:, None] + offset[None, :] * M
+    real = (g < G)[None, :]
+    a0 = _candidates(a0, column, at, offset, low, edge - begin)
+    tl.store(to, a0, mask=real)
+    most = a0
+    if ROUNDS > 1:
+        a1 = _candidates(a1, column, at + PER, offset, low, edge - begin)
+        tl.store(to + PER * M, a1, mask=real)
+        most = tl.maximum(most, a1)
+    if ROUNDS > 2:
+        a2 = _candidates(a2, column, at + 2 * PER, offset, low, edge - begin)
+        a3 = _candidates(a3, column, at + 3 * PER, offset, low, edge - begin)
+        tl.store(to + 2 * PER * M, a2, mask=real)
+        tl.store(to + 3 * PER * M, a3, mask=real)
+        most = tl.maximum(most, tl.maximum(a2, a3))
+    high = tl.max(tl.reshape(tl.max(most, 0), [PER, GP]), 0)
+    safe = tl.where(high == float("-inf"), 0.0, high)
+    top = tl.reshape(tl.broadcast_to(safe[None, :], [PER, GP]), [PER * GP])
+    weight, moved, off, square = _weigh(a0, top)
+    if ROUNDS > 1:
+        w, x1, x2, x3 = _weigh(a1, top)
+        weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
+    if ROUNDS > 2:
+        w, x1, x2, x3 = _weigh(a2, top)
+        weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
+        w, x1, x2, x3 = _weigh(a3, top)
+        weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
+    count = tl.maximum(tl.minimum(edge - begin, (chunk + 1) * CHUNK) - tl.maximum(low, chunk * CHUNK), 1).to(tl.float32)
+    weight = _fold(tl.sum(weight, 0), PER, GP)
+    moved = _fold(tl.sum(moved, 0), PER, GP)
+    off = _fold(tl.sum(off, 0), PER, GP)
+    square = _fold(tl.sum(square, 0), PER, GP)
     # Of the chunk: the maximum, the sum of 2^(score - maximum), the mean score under those weights, the plain mean, the squares around it.
-    tl.store(stats, high, mask=g < G)
-    tl.store(stats + stat, total, mask=g < G)
-    tl.store(stats + 2 * stat, weighted / tl.maximum(total, 1e-30), mask=g < G)
-    tl.store(stats + 3 * stat, mean, mask=g < G)
-    tl.store(stats + 4 * stat, spread, mask=g < G)
+    tl.store(stats, high, mask=group < G)
+    tl.store(stats + stat, weight, mask=group < G)
+    tl.store(stats + 2 * stat, safe + moved / tl.maximum(weight, 1e-30), mask=group < G)
+    tl.store(stats + 3 * stat, safe + off / count, mask=group < G)
+    tl.store(stats + 4 * stat, tl.maximum(square - off * off / count, 0.0), mask=group < G)
 
 
 @triton.jit
-def _total(stats, stat, row, chunks, CHUNKS: tl.constexpr):
-    """Base-2 logarithm of the sum of a head's exponentials over all chunks; -inf if there is no candidate."""
+def _totals(stats, stat, rows, real, chunks, CHUNKS: tl.constexpr):
+    """Base-2 logarithm of the sum of the exponentials over all chunks, of each of some heads; -inf if there is no candidate."""
     i = tl.arange(0, CHUNKS)
-    high = tl.load(stats + row * chunks + i, mask=i < chunks, other=float("-inf"))
-    top = tl.max(high, 0)
+    at, mask = stats + rows[:, None] * chunks + i[None, :], real[:, None] & (i < chunks)[None, :]
+    high = tl.load(at, mask=mask, other=float("-inf"))
+    sums = tl.load(at + stat, mask=mask, other=0.0)
+    top = tl.max(high, 1)
     safe = tl.where(top == float("-inf"), 0.0, top)
-    return safe + tl.log2(tl.sum(tl.exp2(high - safe) * tl.load(stats + stat + row * chunks + i, mask=i < chunks, other=0.0), 0))
+    return safe + tl.log2(tl.sum(tl.exp2(high - safe[:, None]) * sums, 1))
 
 
 @triton.jit(do_not_specialize=["chunks"])
 def _importance_kernel(
     scores, stats, importance, peaks, pos, begin, recent, N, chunks, heads,
-    G: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
     edge = _edge(pos, recent)
-    i = tl.arange(0, CHUNK // PEAK)
-    peaks += head * (N // PEAK) + part * (CHUNK // PEAK) + i
+    peaks += head * (N // PEAK) + part * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
     if begin + part * CHUNK >= edge:
         tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
         return
     n = part * CHUNK + tl.arange(0, CHUNK)
     place = _place(n, BITS, CHUNK)
+    g = tl.arange(0, GP)
+    totals = _totals(stats, heads.to(tl.int64) * chunks, head * G + g, g < G, chunks, CHUNKS)
     value = tl.zeros([CHUNK], tl.float32)
     nothing = n < 0
-    for g in tl.static_range(G):
-        score = tl.load(scores + (head * G + g) * N + place)
-        value += tl.exp2(score - _total(stats, heads.to(tl.int64) * chunks, head * G + g, chunks, CHUNKS))
+    for i in tl.static_range(G):
+        score = tl.load(scores + (head * G + i) * N + place)
+        if AUTHORS:  # average with sign
+            value += tl.where(score == float("-inf"), 0.0, score)
+        else:
+            value += tl.exp2(score - tl.sum(tl.where(g == i, totals, 0.0), 0))
         nothing = score == float("-inf")
     key = tl.where(nothing, NOTHING, _ordered(value / G))
     tl.store(importance + head * N + n, key)
@@ -1038,46 +1025,43 @@ def _importance_kernel(
 
 
 @triton.jit
-def _threshold(x, count, limit):
+def _threshold(x, count, limit, low):
     """`(low, reached)`: a threshold that `reached` of the int32 x reach, at least `count`, and at most `limit` unless values are equal.
 
-    Two bits at a time, from the top, until the limit holds: float32 scores need about ten rounds of the sixteen.
+    Starts from a `low` that at least `count` reach, if so many there are. A third of what is left at a time: the two counts, below 2^15,
+    go into one sum, and sums over all threads are what costs.
     """
-    low = tl.full([], -(2**31), tl.int32)
+    high = tl.full([], 0x7F800001, tl.int32)  # more than the image of infinity
+    low += tl.zeros([], tl.int32)
     reached = tl.full([], 2**30, tl.int32)
-    shift = tl.full([], 30, tl.int32)
-    while (shift >= 0) & (reached > limit):
-        step = tl.full([], 1, tl.int32) << shift
+    while (reached > limit) & (high != low + 1):
+        step = ((high - low).to(tl.uint32) // 3).to(tl.int32) + 1
         first = low + step
         second = first + step
-        third = second + step
-        # Counts are below 2^15, so that two fit into one sum.
         two = tl.sum(tl.where(x >= first, 1, 0) + tl.where(x >= second, 65536, 0), 0)
-        a, b, c = two & 65535, two >> 16, tl.sum(tl.where(x >= third, 1, 0), 0)
-        if a >= count:
-            low = first
-            reached = a
+        a, b = two & 65535, two >> 16
         if b >= count:
             low = second
             reached = b
-        if c >= count:
-            low = third
-            reached = c
-        shift -= 2
+        elif a >= count:
+            low = first
+            high = tl.minimum(second, high)
+            reached = a
+        else:
+            high = first
     return low, reached
 
 
 @triton.jit
-def _pick(x, count, limit):
-    """Flags of the `count` largest of the int32 x, ties to the first, or of up to `limit` of the largest; never of `NOTHING`."""
-    low, reached = _threshold(x, count, limit)
-    low = tl.maximum(low, NOTHING)
+def _pick(x, count, limit, low):
+    """Flags of the `count` largest of the int32 x, ties to the first, or of up to `limit` of the largest; never of `NOTHING`. And the threshold."""
+    low, reached = _threshold(x, count, limit, low)
     flags = (x >= low) & (x > NOTHING)
     if reached > limit:  # equal values at the threshold
         above = x > low
         level = flags & (x == low)
         flags = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= count - tl.sum(above.to(tl.int32), 0)))
-    return flags
+    return flags, low
 
 
 @triton.jit
@@ -1086,8 +1070,8 @@ def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.cons
     _wait(PDL)
     i = tl.arange(0, PEAKS)
     x = tl.load(peaks + head * (N // PEAK) + i, mask=i < N // PEAK, other=NOTHING)
-    # The K best positions lie under the K best peaks: each of those stands for one position as good.
-    flags = _pick(x, K, KP)
+    # The K best positions lie under the K best peaks, since each of those stands for one position as good. A few peaks more are soon found.
+    flags, low = _pick(x, K, KP, NOTHING)
     k = tl.arange(0, KP)
     tl.store(blocks + head * KP + k, -1)
     tl.store(chosen + head * K + k, -1, mask=k < K)
@@ -1097,7 +1081,7 @@ def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.cons
     block = tl.load(blocks + head * KP + k)
     n = tl.reshape(block[:, None] * PEAK + tl.arange(0, PEAK)[None, :], [KP * PEAK])
     y = tl.load(importance + head * N + n, mask=n >= 0, other=NOTHING)
-    flags = _pick(y, K, K)
+    flags, _ = _pick(y, K, K, low)
     tl.store(chosen + head * K + tl.cumsum(flags.to(tl.int32), 0) - 1, begin + n, mask=flags)
 
 
@@ -1114,19 +1098,22 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
     s, G = scratch, H // KV
     N, chunks, power, launch = s.positions, s.positions // s.CHUNK, triton.next_power_of_2, _launch(q.device)
     codes, ranges = rows.planes[0], rows.planes[-1]
-    if rows.bits < 8:
-        codes = codes.view({2: torch.int16, 4: torch.int32}[rows.bits])  # eight codes each
+    if rows.bits < 16:
+        codes = codes.view(torch.int16)
+    # Codes of a word, and how many of them share a product: at most four rounds, and no product of fewer than 8 columns.
+    each, GP, exact = 16 // rows.bits, power(G), q.dtype == torch.float32
+    per = min(each, max(8 // GP, each // 4, 1))
+    GP = max(GP, 8 // per)
     _scores_kernel[(chunks, B * KV)](
-        q, rows.index, rows.slot, codes, ranges, s.scores, s.stats, s.importance, s.peaks, pos, scale, rows.begin, sink, recent, D, N,
+        q, rows.index, rows.slot, codes, ranges, s.scores, s.stats, pos, scale, rows.begin, sink, recent, D, N,
         codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H,
-        C=C, G=G, GP=power(G) if rows.bits < 8 else max(8, power(G)), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, AUTHORS=authors, num_warps=4, **launch,
+        C=C, STEP=16 if rows.bits == 16 or exact else 32, G=G, GP=GP, PER=per, BITS=rows.bits, CHUNK=s.CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **launch,
     )  # fmt: skip
-    if not authors:
-        _importance_kernel[(chunks, B * KV)](
-            s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
-            G=G, BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), num_warps=4, **launch,
-        )  # fmt: skip
-    K, KP, peaks = chosen.shape[2], power(chosen.shape[2]), power(N // s.peak)
+    _importance_kernel[(chunks, B * KV)](
+        s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
+        G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), AUTHORS=authors, num_warps=4, **launch,
+    )  # fmt: skip
+    K, KP, peaks = chosen.shape[2], s.blocks.shape[2], power(N // s.peak)
     warps = min(max(max(KP * s.peak, peaks) // SELECT_EACH, 1), 16)
     _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
 
@@ -1135,13 +1122,27 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
 
 
 @triton.jit
+def _lean(q, covariance, along, head, part, D, DV, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr):
+    g = tl.arange(0, GP)
+    d = tl.arange(0, BLOCK_D)
+    dv = part * 16 + tl.arange(0, 16)
+    x = tl.load(q + (head * G + g)[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    matrix = tl.load(covariance + (head * D + d)[:, None] * DV + dv[None, :], mask=(d < D)[:, None] & (dv < DV)[None, :], other=0.0)
+    tl.store(along + (head * G + g)[:, None] * DV + dv[None, :], tl.sum(x[:, :, None] * matrix[None, :, :], 1), mask=(g < G)[:, None] & (dv < DV)[None, :])
+
+
+@triton.jit
 def _gather_kernel(
-    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, part, parts, pos, scale, begin, sink, ring, recent, K, N, D, DV, staged_rows,
+    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, covariance, along, part, parts, pos, scale, begin, sink, ring, recent, K, N, D, DV, staged_rows, tiles,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr,
-    STAGED: tl.constexpr, TAIL: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    STAGED: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _wait(PDL)
+    if TILT:
+        if tile >= tiles:  # a few programs more, while the others wait for the host: where the tail's value leans, 16 channels each
+            _lean(q, covariance, along, head, tile - tiles, D, DV, G, GP, BLOCK_D)
+            return
     kind = ring_k.dtype.element_ty
     size: tl.constexpr = kind.primitive_bitwidth // 8
     length = tl.load(pos) + 1
@@ -1195,7 +1196,7 @@ def _gather_kernel(
     w = tl.exp2(s - tl.where(high == float("-inf"), 0.0, high)[:, None])
     total = tl.sum(w, 1)
     o = tl.sum(w[:, :, None] * v[None, :, :], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
-    at = (head * G + g) * tl.num_programs(1) + tile
+    at = (head * G + g) * tiles + tile
     tl.store(part + at[:, None] * DV + dv[None, :], o, mask=(g < G)[:, None] & (dv < DV)[None, :])
     tl.store(parts + at * 3, tl.where(total == 0.0, float("-inf"), high + tl.log2(total)), mask=g < G)
     tl.store(parts + at * 3 + 1, hat, mask=g < G)
@@ -1204,51 +1205,57 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])
 def _join_tail_kernel(
-    part, parts, stats, vsum, q, covariance, out, pos, scale, begin, sink, recent, K, tiles, chunks, heads, D, DV,
-    G: tl.constexpr, BLOCK_DV: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
+    part, parts, stats, vsum, along, out, pos, scale, begin, sink, recent, K, tiles, chunks, heads, DV,
+    G: tl.constexpr, BLOCK_DV: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # of B * H
     _wait(PDL)
+    # All that is needed is asked for at once.
     i = tl.arange(0, TILES)
+    there = i < tiles
     dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    lse = tl.load(parts + (row * tiles + i) * 3, mask=i < tiles, other=float("-inf"))
+    lse = tl.load(parts + (row * tiles + i) * 3, mask=there, other=float("-inf"))
+    values = tl.load(part + (row * tiles + i)[:, None] * DV + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
     high = tl.max(lse, 0)
-    stat = heads.to(tl.int64) * chunks
     if TAIL:
-        high = tl.maximum(high, _total(stats, stat, row, chunks, CHUNKS))
+        c = tl.arange(0, CHUNKS)
+        real = c < chunks
+        stats += row * chunks + c
+        stat = heads.to(tl.int64) * chunks
+        highs = tl.load(stats, mask=real, other=float("-inf"))
+        mass = tl.load(stats + stat, mask=real, other=0.0)
+        hats = tl.load(parts + (row * tiles + i) * 3 + 1, mask=there, other=float("-inf"))
+        value = tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0)
+        edge = _edge(pos, recent)
+        if TILT:
+            weighted = tl.load(stats + 2 * stat, mask=real, other=0.0)
+            means = tl.load(stats + 3 * stat, mask=real, other=0.0)
+            squares = tl.load(stats + 4 * stat, mask=real, other=0.0)
+            hat_means = tl.load(parts + (row * tiles + i) * 3 + 2, mask=there, other=0.0)
+            shift = tl.load(along + row * DV + dv, mask=dv < DV, other=0.0)
+        high = tl.maximum(high, tl.max(highs, 0))
     weight = tl.exp2(lse - high)
-    o = tl.sum(weight[:, None] * tl.load(part + (row * tiles + i)[:, None] * DV + dv[None, :], mask=(i < tiles)[:, None] & (dv < DV)[None, :], other=0.0), 0)
+    o = tl.sum(weight[:, None] * values, 0)
     total = tl.sum(weight, 0)
     if TAIL:
-        edge = _edge(pos, recent)
-        count = edge - sink
-        c = tl.arange(0, CHUNKS)
-        stats += row * chunks + c
-        real = c < chunks
-        mass = tl.exp2(tl.load(stats, mask=real, other=float("-inf")) - high) * tl.load(stats + stat, mask=real, other=0.0)
-        fetched = tl.exp2(tl.load(parts + (row * tiles + i) * 3 + 1, mask=i < tiles, other=float("-inf")) - high)
-        rest = tl.where(count > K, tl.maximum(tl.sum(mass, 0) - tl.sum(fetched, 0), 0.0), 0.0)
-        value = (tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0) / tl.maximum(count, 1)).to(tl.float32)
-        o += rest * value
+        count = tl.maximum(edge - sink, 1).to(tl.float32)
+        mass *= tl.exp2(highs - high)
+        fetched = tl.exp2(hats - high)
+        rest = tl.where(edge - sink > K, tl.maximum(tl.sum(mass, 0) - tl.sum(fetched, 0), 0.0), 0.0)
+        o += rest * (value.to(tl.float32) / count)
         total += rest
         if TILT:
             # The number of candidates in each chunk, for the mean and the variance of all scores.
             first = begin + c * CHUNK
             n = tl.maximum(tl.minimum(first + CHUNK, edge) - tl.maximum(first, sink), 0).to(tl.float32)
-            there = real & (n > 0)
-            means = tl.load(stats + 3 * stat, mask=there, other=0.0)
-            mean = tl.sum(n * means, 0) / tl.maximum(count, 1).to(tl.float32)
-            off = tl.where(there, means - mean, 0.0)
-            variance = (tl.sum(tl.load(stats + 4 * stat, mask=there, other=0.0), 0) + tl.sum(n * off * off, 0)) / tl.maximum(count, 1).to(tl.float32)
-            moved = tl.sum(mass * tl.load(stats + 2 * stat, mask=there, other=0.0), 0)
-            moved -= tl.sum(fetched * tl.load(parts + (row * tiles + i) * 3 + 2, mask=i < tiles, other=0.0), 0)
+            some = real & (n > 0)
+            mean = tl.sum(tl.where(some, n * means, 0.0), 0) / count
+            off = tl.where(some, means - mean, 0.0)
+            variance = tl.sum(tl.where(some, squares, 0.0) + n * off * off, 0) / count
+            moved = tl.sum(tl.where(some, mass * weighted, 0.0), 0) - tl.sum(fetched * hat_means, 0)
             # Scores are times log2(e), r is of natural ones.
             r = tl.where((variance > 0.0) & (rest > 0.0), (moved - mean * rest) * LOG2E / tl.maximum(variance, 1e-30), 0.0)
-            for start in range(0, D, STEP):
-                d = start + tl.arange(0, STEP)
-                x = tl.load(q + row * D + d, mask=d < D, other=0.0).to(tl.float32)
-                matrix = tl.load(covariance + (row // G * D + d)[:, None] * DV + dv[None, :], mask=(d < D)[:, None] & (dv < DV)[None, :], other=0.0)
-                o += tl.sum(x[:, None] * matrix, 0) * (r * scale)
+            o += shift * (r * scale)
     tl.store(out + row * DV + dv, (o / total).to(out.dtype.element_ty), mask=dv < DV)
 
 
@@ -1276,17 +1283,18 @@ def gather_attention(
     part = torch.empty(B * H, tiles, DV, dtype=torch.float32, device=q.device)
     parts = torch.empty(B * H, tiles, 3, dtype=torch.float32, device=q.device)  # log-sum-exp; that of the approximate scores, and their mean
     staged_k, staged_v = staged or ring
-    power, launch, tail = triton.next_power_of_2, _launch(q.device), vsum is not None
-    _gather_kernel[(B * KV, tiles)](
-        q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV, staged_k.shape[2],
+    power, launch, tail, tilt = triton.next_power_of_2, _launch(q.device), vsum is not None, covariance is not None
+    along = torch.empty(B * H, DV, dtype=torch.float32, device=q.device) if tilt else part
+    _gather_kernel[(B * KV, tiles + tilt * -(-DV // 16))](
+        q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, covariance, along, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV, staged_k.shape[2], tiles,
         G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
-        WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=GATHER_TILE[1], **launch,
+        WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, TILT=tilt, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=GATHER_TILE[1], **launch,
     )  # fmt: skip
     out = torch.empty(B, H, 1, DV, dtype=q.dtype, device=q.device)
     chunks, width = s.stats.shape[3], min(32, power(DV))
     _join_tail_kernel[(B * H, -(-DV // width))](
-        part, parts, s.stats, vsum, q, covariance, out, pos, scale, begin, n_sink, recent, K, tiles, chunks, B * H, D, DV,
-        G=G, BLOCK_DV=width, TILES=power(tiles), CHUNK=s.CHUNK, CHUNKS=power(chunks), TAIL=tail, TILT=covariance is not None, STEP=min(32, power(D)), num_warps=4, **launch,
+        part, parts, s.stats, vsum, along, out, pos, scale, begin, n_sink, recent, K, tiles, chunks, B * H, DV,
+        G=G, BLOCK_DV=width, TILES=power(tiles), CHUNK=s.CHUNK, CHUNKS=power(chunks), TAIL=tail, TILT=tilt, num_warps=4, **launch,
     )  # fmt: skip
     return out
 
