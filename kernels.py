@@ -22,7 +22,7 @@ launches, 2 to 4 us each even in a CUDA graph; here it is part of the kernel tha
 
 The twin is the specification, and what runs where Triton does not: on a CPU, on a GPU older than Ampere, or without the
 package (one warning says so). `usable(device)` tells which. Twins of the sparse layer's kernels are the functions of
-`retrieval.py`, which runs them one by one.
+`retrieval.py` and `offload.py`, which run them one by one.
 
 All kernels can stand in a CUDA graph: nothing depends on a host number that changes from step to step. The position of the
 token being decoded is read from the device (`pos`, int64 `[1]`), grids cover the capacity, and programs beyond what is stored
@@ -1736,8 +1736,9 @@ GRID = 2.0**20  # products are rounded to multiples of 1 / GRID, see `retrieval.
 
 
 def summarises(*tensors: Tensor) -> bool:
-    """Whether the kernels below take these `[B, KV, T, D]`."""
-    return all(x.dtype in (torch.float16, torch.bfloat16, torch.float32) and usable(x.device) for x in tensors)
+    """Whether the kernels below take these `[B, KV, T, D]`, one or together."""
+    kinds = {x.dtype for x in tensors}
+    return len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16, torch.float32} and usable(tensors[0].device)
 
 
 def _rows_apart(x: Tensor) -> Tensor:
@@ -1752,7 +1753,7 @@ def encode_channels(k: Tensor, bits: int) -> list[Tensor]:
         Codes, uint8 `[B, KV, D, n * 8 * bits]`, and ranges, float16 `[B, KV, D, n * 2]`: scale and zero of each block.
     """
     B, KV, T, D = k.shape
-    n, tile = T // BLOCK, min(32, 1 << (D - 1).bit_length())
+    n, tile = T // BLOCK, min(64, 1 << (D - 1).bit_length())
     codes = torch.empty(B, KV, D, n * BLOCK * bits // 8, dtype=torch.uint8, device=k.device)
     ranges = torch.empty(B, KV, D, n * 2, dtype=torch.float16, device=k.device)
     if n == 0:
@@ -1819,11 +1820,13 @@ def moments(k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None = None) -> 
     Dv, blocks, (k, v) = v.shape[3], -(-T // BLOCK), map(_rows_apart, (k, v))
     products = torch.zeros(B, KV, D + 1, Dv + 1, dtype=torch.int64, device=k.device)
     if blocks:
-        high, wide = (min(64, max(16, triton.next_power_of_2(n))) for n in (D, Dv))
+        # Without tensor cores a thread holds what it multiplies in registers, so float32 goes in smaller pieces.
+        most, step = (32, 16) if torch.float32 in (k.dtype, v.dtype) else (64, BLOCK)
+        high, wide = (min(most, max(16, triton.next_power_of_2(n))) for n in (D, Dv))
         down, across = -(-D // high), -(-Dv // wide)
         _moments[(-(-blocks // RUN) * down * across, KV, B)](
             k, v, products, *k.stride()[:3], *v.stride()[:3], T, blocks,
-            D=D, DV=Dv, HIGH=high, WIDE=wide, DOWN=down, ACROSS=across, BLOCK=BLOCK, RUN=RUN, GRID=GRID, NATIVE=k.is_cuda, num_warps=4, num_stages=3,
+            D=D, DV=Dv, HIGH=high, WIDE=wide, DOWN=down, ACROSS=across, BLOCK=BLOCK, STEP=step, RUN=RUN, GRID=GRID, NATIVE=k.is_cuda, num_warps=4, num_stages=3,
         )  # fmt: skip
     ksum, vsum = sums or (block_statistics(x, sums=True)[1] for x in (k, v))
     total = products.double()
@@ -1837,12 +1840,12 @@ def moments(k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None = None) -> 
 def _moments(
     k, v, out, k_b, k_h, k_t, v_b, v_h, v_t, T, blocks,
     D: tl.constexpr, DV: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-    BLOCK: tl.constexpr, RUN: tl.constexpr, GRID: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, RUN: tl.constexpr, GRID: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile `[HIGH, WIDE]` of the products, summed over a run of blocks. Tiles of one run are neighbours and share what they read in the L2."""
     program, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     first = program // (DOWN * ACROSS) * RUN
-    t = tl.arange(0, BLOCK)
+    t = tl.arange(0, STEP)
     d = program // ACROSS % DOWN * HIGH + tl.arange(0, HIGH)
     c = program % ACROSS * WIDE + tl.arange(0, WIDE)
     k += batch * k_b + head * k_h
@@ -1850,13 +1853,15 @@ def _moments(
     total = tl.zeros((HIGH, WIDE), tl.int64)
     for block in range(first, tl.minimum(first + RUN, blocks)):
         start = T - (blocks - block) * BLOCK  # below 0 in a block that begins before the first token
-        here = start + t >= 0
-        at = start.to(tl.int64)
-        x = tl.load(k + at * k_t + t[None, :] * k_t + d[:, None], mask=here[None, :] & (d < D)[:, None], other=0.0)
-        y = tl.load(v + at * v_t + t[:, None] * v_t + c[None, :], mask=here[:, None] & (c < DV)[None, :], other=0.0)
-        if not NATIVE:  # the interpreter multiplies bfloat16 as if it were integers
-            x, y = x.to(tl.float32), y.to(tl.float32)
-        product = tl.dot(x, y, input_precision="ieee") * GRID
-        total += tl.floor(product + 0.5).to(tl.int64)
+        product = tl.zeros((HIGH, WIDE), tl.float32)
+        for part in tl.static_range(BLOCK // STEP):
+            here = start + part * STEP + t >= 0
+            at = (start + part * STEP).to(tl.int64)
+            x = tl.load(k + at * k_t + t[None, :] * k_t + d[:, None], mask=here[None, :] & (d < D)[:, None], other=0.0)
+            y = tl.load(v + at * v_t + t[:, None] * v_t + c[None, :], mask=here[:, None] & (c < DV)[None, :], other=0.0)
+            if not NATIVE:  # the interpreter multiplies bfloat16 as if it were integers
+                x, y = x.to(tl.float32), y.to(tl.float32)
+            product = tl.dot(x, y, product, input_precision="ieee")
+        total += tl.floor(product * GRID + 0.5).to(tl.int64)
     into = out + ((batch * tl.num_programs(1) + head) * (D + 1) + d[:, None]) * (DV + 1) + c[None, :]
     tl.atomic_add(into, total, mask=(d < D)[:, None] & (c < DV)[None, :], sem="relaxed")
