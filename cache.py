@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attention import causal_attention
-from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
-from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_sums, encode_rows, largest, whole_chunks
+from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, summarises, usable
+from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_facts, whole_chunks
 from quant import BITS, QuantLayer
 from retrieval import SparseLayer, statistics
 
@@ -690,12 +690,11 @@ class TailorCache(KVCache):
     def _store_in_place(self, sparse: list[SparseLayer], start: int, k: Tensor, v: Tensor) -> None:
         """Write blocks to the host, and to the rows that are resident, by kernels in the current stream: nobody waits."""
         n = len(sparse)
-        planes = zip(*(plane.chunk(n) for plane in encode_rows(k.transpose(-1, -2).contiguous(), self.options.row_bits)))
-        everything = zip(sparse, k.chunk(n), v.chunk(n), largest(k).chunk(n), block_sums(v).squeeze(-2).chunk(n), planes)
-        for turn, (layer, keys, values, most, total, rows) in enumerate(everything):
+        facts = zip(*(x.chunk(n) for x in block_facts(k, v, self.options.row_bits, summarises(k, v))))
+        for turn, (layer, keys, values, (*rows, most, total)) in enumerate(zip(sparse, k.chunk(n), v.chunk(n), facts)):
             table = layer.store._table
             self.epoch += layer.store.table(k.device) is not table  # which lists new slabs, and moves when it is full
-            layer.store.write_block(start, keys, values, most, total, rows)
+            layer.store.write_block(start, keys, values, most[:, :, 0], total[:, :, 0], rows)
             self.prefetcher.extend(turn, rows, (start - layer.begin) // BLOCK)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

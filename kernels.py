@@ -16,10 +16,13 @@ launches, 2 to 4 us each even in a CUDA graph; here it is part of the kernel tha
     fetch_rows         ... those rows, read in place from pinned host memory
     score_and_select   ... the candidates' approximate scores, and the K best of them
     gather_attention   ... attention over sink, chosen tokens (read in place from the host) and window, with the tail
+    encode_channels    ... before all that: the channel rows of blocks on their way to the host, in the twin's bytes
+    block_statistics   ... their largest |K| and sums of V
+    moments            ... and their products of K and V
 
 The twin is the specification, and what runs where Triton does not: on a CPU, on a GPU older than Ampere, or without the
 package (one warning says so). `usable(device)` tells which. Twins of the sparse layer's kernels are the functions of
-`retrieval.py`, which runs them one by one.
+`retrieval.py` and `offload.py`, which run them one by one.
 
 All kernels can stand in a CUDA graph: nothing depends on a host number that changes from step to step. The position of the
 token being decoded is read from the device (`pos`, int64 `[1]`), grids cover the capacity, and programs beyond what is stored
@@ -1649,7 +1652,7 @@ def quant_encode(
     mean = None if mean is None else mean.contiguous()
     _encode_blocks[(T // group * tiles * W, KV, B)](
         x, x if mean is None else mean, codes, ranges, x if sums is None else sums,
-        *x.stride(), *codes.stride()[:3], *ranges.stride()[:3], *((0, 0, 0) if sums is None else sums.stride()[:3]), first, tiles,
+        *x.stride(), *codes.stride()[:4], *ranges.stride()[:3], W, rows * W, *((0, 0, 0) if sums is None else sums.stride()[:3]), first, tiles,
         ROWS=rows, WIDTH=group if per_channel else D, TILE=tile, W=W, BITS=bits, GROUP=group, LLOYD=levels == "lloyd",
         KEYS=per_channel, CENTRED=mean is not None, SUMS=sums is not None, num_warps=4,
         enable_fp_fusion=False,  # a fused multiply-add rounds once where the twin rounds twice
@@ -1680,11 +1683,14 @@ def _assign(x, mean, zero, scale, BITS: tl.constexpr, SIDES: tl.constexpr):
 @triton.jit
 def _encode_blocks(
     x, mean, codes, ranges, sums,
-    x_b, x_h, x_t, x_d, c_b, c_h, c_p, r_b, r_h, r_p, s_b, s_h, s_p, first, tiles,
+    x_b, x_h, x_t, x_d, c_b, c_h, c_p, c_r, r_b, r_h, r_p, r_r, r_z, s_b, s_h, s_p, first, tiles,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, W: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     LLOYD: tl.constexpr, KEYS: tl.constexpr, CENTRED: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """One program: `TILE` rows of one block, one group of each. A row is a channel of K or a token of V."""
+    """One program: `TILE` rows of one block, one group of each. A row is a channel of K or a token of V.
+
+    Strides of codes and ranges: batch, head, block, row; `r_z` leads from a scale to its zero.
+    """
     program, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     block, tile, w = (program // (tiles * W)).to(tl.int64), program // W % tiles, program % W
     row = tile * TILE + tl.arange(0, TILE)
@@ -1720,12 +1726,150 @@ def _encode_blocks(
     shifted = tl.reshape(found.to(tl.int32), (TILE, GROUP // EACH, EACH)) << (tl.arange(0, EACH) * BITS)[None, None, :]
     BYTES: tl.constexpr = (WIDTH + EACH - 1) // EACH
     byte = w * (GROUP // EACH) + tl.arange(0, GROUP // EACH)
-    into = codes + batch * c_b + head * c_h + (first + block) * c_p + row[:, None] * BYTES + byte[None, :]
+    into = codes + batch * c_b + head * c_h + (first + block) * c_p + row.to(tl.int64)[:, None] * c_r + byte[None, :]
     tl.store(into, tl.sum(shifted, 2).to(tl.uint8), mask=(row < ROWS)[:, None] & (byte < BYTES)[None, :])
-    into = ranges + batch * r_b + head * r_h + (first + block) * r_p + row * W + w
+    into = ranges + batch * r_b + head * r_h + (first + block) * r_p + row.to(tl.int64) * r_r + w
     tl.store(into, scale, mask=row < ROWS)
-    tl.store(into + ROWS * W, zero, mask=row < ROWS)
+    tl.store(into + r_z, zero, mask=row < ROWS)
     if SUMS:
         error = values - (zero.to(tl.float32)[:, None] + scale.to(tl.float32)[:, None] * found)
         error = _tree_sum(tl.trans(tl.where(real, error, 0.0)))
         tl.store(sums + batch * s_b + head * s_h + (first + block) * s_p + within, error, mask=within < WIDTH)
+
+
+# --------------------------------------------------------------------------------------- a sparse layer's way to the host
+
+RUN = 64  # blocks whose products one program adds up before it adds them to the others'
+GRID = 2.0**20  # products are rounded to multiples of 1 / GRID, see `retrieval.moments_of`
+
+
+def summarises(*tensors: Tensor) -> bool:
+    """Whether the kernels below take these `[B, KV, T, D]`, one or together."""
+    kinds = {x.dtype for x in tensors}
+    return len(kinds) == 1 and kinds <= {torch.float16, torch.bfloat16, torch.float32} and usable(tensors[0].device)
+
+
+def _rows_apart(x: Tensor) -> Tensor:
+    """`x [B, KV, T, D]` with the elements of a row side by side, as the kernels below read them."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def encode_channels(k: Tensor, bits: int) -> list[Tensor]:
+    """Channel rows of whole blocks, `k [B, KV, n * 64, D]` at 2, 4 or 8 bits, in the bytes of the twin, `offload.encode_channels`.
+
+    Returns:
+        Codes, uint8 `[B, KV, D, n * 8 * bits]`, and ranges, float16 `[B, KV, D, n * 2]`: scale and zero of each block.
+    """
+    B, KV, T, D = k.shape
+    n, tile = T // BLOCK, min(64, 1 << (D - 1).bit_length())
+    codes = torch.empty(B, KV, D, n * BLOCK * bits // 8, dtype=torch.uint8, device=k.device)
+    ranges = torch.empty(B, KV, D, n * 2, dtype=torch.float16, device=k.device)
+    if n == 0:
+        return [codes, ranges]
+    tiles = -(-D // tile)
+    _encode_blocks[(n * tiles, KV, B)](
+        k, k, codes, ranges, k,
+        *k.stride(), *codes.stride()[:2], BLOCK * bits // 8, codes.stride(2), *ranges.stride()[:2], 2, ranges.stride(2), 1, 0, 0, 0, 0, tiles,
+        ROWS=D, WIDTH=BLOCK, TILE=tile, W=1, BITS=bits, GROUP=BLOCK, LLOYD=False, KEYS=True, CENTRED=False, SUMS=False, num_warps=4,
+        enable_fp_fusion=False,  # as in quant_encode
+    )  # fmt: skip
+    return [codes, ranges]
+
+
+def block_statistics(x: Tensor, maxima: bool = False, sums: bool = False) -> tuple[Tensor | None, Tensor | None]:
+    """Of each block of 64 tokens of `x [B, KV, T, D]`, which ends at a block's edge (the first block may be shorter).
+
+    Twins: `offload.largest` and `offload.block_sums`. Sums are taken in float64, where those of 16-bit values are exact in any order.
+
+    Returns:
+        The largest |x| in its dtype, and the sum in float32, both `[B, KV, ceil(T / 64), D]`; None: not wanted.
+    """
+    B, KV, T, D = x.shape
+    blocks, width, x = -(-T // BLOCK), min(64, triton.next_power_of_2(D)), _rows_apart(x)
+    most = torch.empty(B, KV, blocks, D, dtype=x.dtype, device=x.device) if maxima else None
+    total = torch.empty(B, KV, blocks, D, dtype=torch.float32, device=x.device) if sums else None
+    if blocks:
+        tiles = -(-D // width)
+        outputs = [x if out is None else out for out in (most, total)]
+        _block_statistics[(blocks * tiles, KV, B)](
+            x, *outputs, *x.stride()[:3], T, blocks, D=D, WIDTH=width, TILES=tiles, BLOCK=BLOCK, MAXIMA=maxima, SUMS=sums, num_warps=4
+        )
+    return most, total
+
+
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _block_statistics(
+    x, most, sums, x_b, x_h, x_t, T, blocks, D: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, MAXIMA: tl.constexpr, SUMS: tl.constexpr
+):  # fmt: skip
+    """One program: `WIDTH` channels of one block."""
+    block, head, batch = tl.program_id(0) // TILES, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    c = tl.program_id(0) % TILES * WIDTH + tl.arange(0, WIDTH)
+    start = T - (blocks - block) * BLOCK  # below 0 in a block that begins before the first token
+    t = tl.arange(0, BLOCK)
+    x += batch * x_b + head * x_h + start.to(tl.int64) * x_t
+    values = tl.load(x + t[:, None] * x_t + c[None, :], mask=(start + t >= 0)[:, None] & (c < D)[None, :], other=0.0)
+    into = ((batch * tl.num_programs(1) + head) * blocks + block) * D + c
+    if MAXIMA:
+        tl.store(most + into, tl.max(tl.abs(values.to(tl.float32)), 0).to(most.dtype.element_ty), mask=c < D)
+    if SUMS:
+        tl.store(sums + into, tl.sum(values.to(tl.float64), 0).to(tl.float32), mask=c < D)
+
+
+def moments(k: Tensor, v: Tensor, sums: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Sums over tokens of the products of `[k, 1]` and `[v, 1]`: `k [B, KV, T, D]`, `v [B, KV, T, Dv]` to float64 `[B, KV, D + 1, Dv + 1]`.
+
+    Its twin is `retrieval.moments_of`. A block's sums come from tensor cores, in float32, and differ from the twin's by that rounding. But
+    they are the same whatever blocks come with it: the order of summation is the multiplication's own, the rest is exact.
+
+    Args:
+        sums: of k and of v, by `block_statistics`, where they are there already.
+    """
+    B, KV, T, D = k.shape
+    Dv, blocks, (k, v) = v.shape[3], -(-T // BLOCK), map(_rows_apart, (k, v))
+    products = torch.zeros(B, KV, D + 1, Dv + 1, dtype=torch.int64, device=k.device)
+    if blocks:
+        # Without tensor cores a thread holds what it multiplies in registers, so float32 goes in smaller pieces.
+        most, step = (32, 16) if torch.float32 in (k.dtype, v.dtype) else (64, BLOCK)
+        high, wide = (min(most, max(16, triton.next_power_of_2(n))) for n in (D, Dv))
+        down, across = -(-D // high), -(-Dv // wide)
+        _moments[(-(-blocks // RUN) * down * across, KV, B)](
+            k, v, products, *k.stride()[:3], *v.stride()[:3], T, blocks,
+            D=D, DV=Dv, HIGH=high, WIDE=wide, DOWN=down, ACROSS=across, BLOCK=BLOCK, STEP=step, RUN=RUN, GRID=GRID, NATIVE=k.is_cuda, num_warps=4, num_stages=3,
+        )  # fmt: skip
+    ksum, vsum = sums or (block_statistics(x, sums=True)[1] for x in (k, v))
+    total = products.double()
+    total[..., :-1, -1] = ksum.double().mul_(GRID).round_().sum(2)
+    total[..., -1, :-1] = vsum.double().mul_(GRID).round_().sum(2)
+    total[..., -1, -1] = T * GRID
+    return total / GRID
+
+
+@triton.jit(do_not_specialize=["T", "blocks"])
+def _moments(
+    k, v, out, k_b, k_h, k_t, v_b, v_h, v_t, T, blocks,
+    D: tl.constexpr, DV: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, RUN: tl.constexpr, GRID: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile `[HIGH, WIDE]` of the products, summed over a run of blocks. Tiles of one run are neighbours and share what they read in the L2."""
+    program, head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first = program // (DOWN * ACROSS) * RUN
+    t = tl.arange(0, STEP)
+    d = program // ACROSS % DOWN * HIGH + tl.arange(0, HIGH)
+    c = program % ACROSS * WIDE + tl.arange(0, WIDE)
+    k += batch * k_b + head * k_h
+    v += batch * v_b + head * v_h
+    total = tl.zeros((HIGH, WIDE), tl.int64)
+    for block in range(first, tl.minimum(first + RUN, blocks)):
+        start = T - (blocks - block) * BLOCK  # below 0 in a block that begins before the first token
+        product = tl.zeros((HIGH, WIDE), tl.float32)
+        for part in tl.static_range(BLOCK // STEP):
+            here = start + part * STEP + t >= 0
+            at = (start + part * STEP).to(tl.int64)
+            x = tl.load(k + at * k_t + t[None, :] * k_t + d[:, None], mask=here[None, :] & (d < D)[:, None], other=0.0)
+            y = tl.load(v + at * v_t + t[:, None] * v_t + c[None, :], mask=here[:, None] & (c < DV)[None, :], other=0.0)
+            if not NATIVE:  # the interpreter multiplies bfloat16 as if it were integers
+                x, y = x.to(tl.float32), y.to(tl.float32)
+            product = tl.dot(x, y, product, input_precision="ieee")
+        total += tl.floor(product * GRID + 0.5).to(tl.int64)
+    into = out + ((batch * tl.num_programs(1) + head) * (D + 1) + d[:, None]) * (DV + 1) + c[None, :]
+    tl.atomic_add(into, total, mask=(d < D)[:, None] & (c < DV)[None, :], sem="relaxed")

@@ -51,9 +51,36 @@ def encode_rows(rows: Tensor, bits: int) -> list[Tensor]:
 
 
 def encode_channels(keys: Tensor, bits: int, piece: int = 1 << 14) -> list[Tensor]:
-    """`encode_rows` of the channels of `keys [n * 64, D]`, a piece at a time: float32 temporaries of a bounded size."""
-    parts = [encode_rows(keys[start : start + piece].t().contiguous(), bits) for start in range(0, keys.shape[0], piece)]
+    """`encode_rows` of the channels of `keys [..., n * 64, D]`, a piece at a time: float32 temporaries of a bounded size."""
+    parts = [encode_rows(part.transpose(-1, -2).contiguous(), bits) for part in keys.split(piece, -2)]
     return [torch.cat(planes, -1) for planes in zip(*parts)]
+
+
+def block_facts(k: Tensor, v: Tensor, bits: int, fast: bool) -> list[Tensor]:
+    """What the host keeps of whole blocks beside `k [B, KV, n * 64, D]` and `v [B, KV, n * 64, Dv]`; `fast`: by kernels, the same.
+
+    Returns:
+        Planes of channel rows `[B, KV, D, n * elements]`, the largest |K| `[B, KV, n, D]`, the sum of V in float32 `[B, KV, n, Dv]`.
+    """
+    if not fast:
+        return [*encode_channels(k, bits), largest(k.unflatten(-2, (-1, BLOCK))), block_sums(v)]
+    planes = [k.transpose(-1, -2).contiguous()] if bits == 16 else kernels.encode_channels(k, bits)
+    return [*planes, kernels.block_statistics(k, maxima=True)[0], kernels.block_statistics(v, sums=True)[1]]
+
+
+def by_kernels(k: Tensor, v: Tensor) -> bool:
+    """Does `HostStore.write` take the kernels? Never in the interpreter, which knows one thread: blocks also come from the prefetcher's."""
+    return k.is_cuda and kernels.summarises(k, v)
+
+
+def copy_pieces(target: Tensor, source: Tensor) -> None:
+    """Copy a contiguous tensor into a part of the host's memory. From CUDA piece by contiguous piece, each one DMA transfer: a strided
+    copy would go through a temporary and wait."""
+    if target.is_contiguous() or not source.is_cuda:
+        target.copy_(source, non_blocking=True)
+    else:
+        for pair in zip(target, source):
+            copy_pieces(*pair)
 
 
 def decode_rows(planes: list[Tensor], bits: int) -> Tensor:
@@ -153,6 +180,12 @@ class Slab:
         rows = dict(zip(("channel rows", "channel ranges"), self.rows))
         return {"k": self.k, "v": self.v, **rows, "k maxima": self.kmax, "v sums": self.vsum}
 
+    def facts(self, first: int, last: int) -> list[Tensor]:
+        """What is kept of the blocks with rows first .. last - 1 beside K and V, in the order of `block_facts`."""
+        a, b = first // BLOCK, last // BLOCK
+        planes = [(plane, plane.shape[3] * BLOCK // self.size) for plane in self.rows]  # elements a block
+        return [*(plane[..., a * each : b * each] for plane, each in planes), self.kmax[:, :, a:b], self.vsum[:, :, a:b]]
+
     def on_device(self, device: torch.device) -> dict[str, Tensor]:
         """The same memory as tensors of the device, which reads and writes it in place. It must be pinned."""
         if self._aliases is None:
@@ -184,8 +217,11 @@ class HostStore:
 
     Host bytes, with S the sum of the slabs' sizes: K `B * KV * S * D * itemsize`, V `B * KV * S * Dv * itemsize`; channel rows
     as K at 16 bits, else codes `B * KV * S * D * row_bits / 8` and ranges `B * KV * S / 64 * D * 4`; maxima `B * KV * S / 64 *
-    D * itemsize`, sums of V `B * KV * S / 64 * Dv * 4`.
+    D * itemsize`, sums of V `B * KV * S / 64 * Dv * 4`. `write` takes some 100 MiB of the GPU, for as long as it runs.
     """
+
+    HELD = 96 << 20  # bytes on the GPU of what `write` computes at a time
+    PIECE = 1 << 15  # tokens of a head whose K and V it puts side by side at a time
 
     def __init__(self, pinner: Pinner, row_bits: int = 16):
         self.pinner, self.row_bits = pinner, row_bits
@@ -215,25 +251,24 @@ class HostStore:
     def write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Copy block-aligned `k, v [B, KV, n * 64, D]`, in any memory, to positions from `start`; on CUDA, in the current stream.
 
-        Head by head, so that every copy is of contiguous memory on both sides and therefore one DMA transfer.
+        K and V go head by head, a piece at a time, so that every copy is of contiguous memory on both sides and therefore one DMA
+        transfer; what is computed of them, for as many heads at a time as `HELD` bytes allow.
         """
+        fast = by_kernels(k, v)
         for slab, first, last in self.parts(start, start + k.shape[2]):
             slab.wait()
             rows = slice(slab.start + first - start, slab.start + last - start)
-            blocks = slice(first // BLOCK, last // BLOCK)
+            facts = slab.facts(first, last)
+            step = max(1, self.HELD // sum(x[:, 0].nbytes for x in facts)) if fast else 1
+            for h in range(0, k.shape[1], step):
+                heads = slice(h, h + step)
+                for target, source in zip(facts, block_facts(k[:, heads, rows], v[:, heads, rows], self.row_bits, fast)):
+                    copy_pieces(target[:, heads], source)
             for b in range(k.shape[0]):
                 for h in range(k.shape[1]):
-                    keys, values = k[b, h, rows], v[b, h, rows]
-                    slab.kv[b, h, first:last].copy_(torch.cat((keys, values), 1), non_blocking=True)
-                    slab.kmax[b, h, blocks].copy_(largest(keys.unflatten(0, (-1, BLOCK))), non_blocking=True)
-                    slab.vsum[b, h, blocks].copy_(block_sums(values), non_blocking=True)
-                    for target, plane in zip(slab.rows, encode_channels(keys, self.row_bits)):
-                        each = target.shape[3] * BLOCK // slab.size  # elements a block
-                        if last - first == slab.size:
-                            target[b, h].copy_(plane, non_blocking=True)
-                        else:  # a row's part at a time: one strided copy would go through a temporary and wait
-                            for channel in range(plane.shape[0]):
-                                target[b, h, channel, blocks.start * each : blocks.stop * each].copy_(plane[channel], non_blocking=True)
+                    pieces = (x.split(self.PIECE) for x in (slab.kv[b, h, first:last], k[b, h, rows], v[b, h, rows]))
+                    for target, *pair in zip(*pieces):
+                        target.copy_(torch.cat(pair, 1), non_blocking=True)
 
     def table(self, device: torch.device) -> Tensor:
         """The slabs as kernels need them, see `kernels`, with room for more to come: a new slab changes its content, not its place."""

@@ -80,12 +80,28 @@ def select_tokens(scores: Tensor, count: int) -> Tensor:
 
 
 def statistics(k: Tensor, v: Tensor, tail: bool, tilt: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of `k [B, KV, T, D]` and `v [B, KV, T, Dv]`, which end at a block's edge: the largest |K| `[B, KV, D]`, the sum of V in float64, the moments."""
-    total = None
-    if tail:  # as the host's record has it: part of a block, then whole ones
-        cut = k.shape[2] % BLOCK
-        total = v[:, :, :cut].sum(2, dtype=torch.float64) + block_sums(v[:, :, cut:]).sum(2, dtype=torch.float64)
-    return largest(k), total, moments_of(k, v) if tilt else None
+    """Of `k [B, KV, T, D]` and `v [B, KV, T, Dv]`, which end at a block's edge: the largest |K| `[B, KV, D]`, the sum of V in float64, the moments.
+
+    `tilt` only with `tail`.
+    """
+    cut, whole, moments = k.shape[2] % BLOCK, None, None
+    if kernels.summarises(k, v):
+        most, ksum = kernels.block_statistics(k, maxima=True, sums=tilt)
+        most = most.amax(2)
+        if tail:
+            _, vsum = kernels.block_statistics(v, sums=True)
+            whole = vsum[:, :, 1:] if cut else vsum
+        if tilt:
+            moments = kernels.moments(k, v, (ksum, vsum))
+    else:
+        most = largest(k)
+        if tail:
+            whole = block_sums(v[:, :, cut:])
+        if tilt:
+            moments = moments_of(k, v)
+    # The sum as the host's record has it: part of a block, then whole ones.
+    total = v[:, :, :cut].sum(2, dtype=torch.float64) + whole.sum(2, dtype=torch.float64) if tail else None
+    return most, total, moments
 
 
 # ----------------------------------------------------------------------------------------------------------- the tail
@@ -98,6 +114,8 @@ def moments_of(k: Tensor, v: Tensor, blocks: int = 32) -> Tensor:
     millionth: sums of such numbers are exact in float64, so that the order in which blocks come does not show, and taking one out
     leaves what was there before it. At most `blocks` blocks are widened at a time.
     """
+    if kernels.summarises(k, v):
+        return kernels.moments(k, v)
     T, grid = k.shape[2], 2.0**20
     total = k.new_zeros(*k.shape[:2], k.shape[3] + 1, v.shape[3] + 1, dtype=torch.float64)
     cuts = [*range(T % BLOCK, T, blocks * BLOCK), T]  # a first block without the sink's tokens is shorter

@@ -80,12 +80,14 @@ SETTINGS = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("setting, shape", SETTINGS)
 def test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch):
-    """The same outputs within rounding, and the same bytes in both tiers, whether kernels or plain PyTorch do the work."""
+    """The same outputs within rounding, and the same bytes in both tiers but for the moments, whether kernels or plain PyTorch do the work."""
     ours, held, _ = drive(device, options(prefetch="uva", **setting), **shape)
     monkeypatch.setattr(kernels, "FORCE", False)
     plain, expected, _ = drive(device, options(prefetch="thread", **setting), **shape)
     for i, (a, b) in enumerate(zip(ours, plain)):
         assert (a - b).abs().max() < 1e-3, i
+    for name in [name for name in held if name.endswith("moments")]:  # products from tensor cores; test_kernels_prefill.py has the bound
+        assert (held.pop(name) - expected.pop(name)).abs().max() < 1e-3
     same(held, expected)
 
 
