@@ -784,7 +784,7 @@ def fetch_rows(table: Tensor, rows: Rows, missing: Tensor | None, channels: int,
 
 
 GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`
-SELECT_EACH = 1024  # numbers a warp of the selection
+SELECT_EACH = 256  # numbers a warp of the selection: few, since more make a longer program
 
 
 @dataclass
@@ -796,7 +796,7 @@ class Scratch:
         stats: `[5, B, H, N / CHUNK]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
             mean, and the sum of squares around it.
         importance: `[B, KV, N]` as `ordered` integers; peaks: its maximum over each `PEAK` positions.
-        blocks: int32 `[B, KV, more than K]`, the peaks that are looked under, for the largest K of any layer.
+        blocks: int32 `[B, KV, K or more]`, the peaks that are looked under, for the largest K of any layer.
     """
 
     CHUNK = 1024
@@ -805,9 +805,9 @@ class Scratch:
         B, KV = head
         N = -(-positions // self.CHUNK) * self.CHUNK
         self.positions, self.bits = N, bits
-        wide = triton.next_power_of_2(max(topk, 1) * 9 // 8 + 1)
+        wide = 2 ** math.ceil(math.log2(max(topk, 1)))
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
-        self.peak = min(64, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
+        self.peak = min(256, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
         self.scores = torch.empty(B, KV * G, N, dtype=torch.float32, device=device)
         self.stats = torch.empty(5, B, KV * G, N // self.CHUNK, dtype=torch.float32, device=device)
         self.importance = torch.empty(B, KV, N, dtype=torch.int32, device=device)
@@ -1029,13 +1029,12 @@ def _importance_kernel(
 
 @triton.jit
 def _threshold(x, count, limit, low):
-    """`(low, reached)`: a threshold that `reached` of the int32 x reach, at least `count`, and at most `limit` unless values are equal.
+    """A threshold that at least `count` of the int32 x reach, and at most `limit` unless values are equal.
 
     Starts from a `low` that at least `count` reach, if so many there are. A third of what is left at a time: the two counts, below 2^15,
     go into one sum, and sums over all threads are what costs.
     """
     high = tl.full([], 0x7F800001, tl.int32)  # more than the image of infinity
-    low += tl.zeros([], tl.int32)
     reached = tl.full([], 2**30, tl.int32)
     while (reached > limit) & (high != low + 1):
         step = ((high - low).to(tl.uint32) // 3).to(tl.int32) + 1
@@ -1052,40 +1051,34 @@ def _threshold(x, count, limit, low):
             reached = a
         else:
             high = first
-    return low, reached
+    return low
 
 
 @triton.jit
-def _pick(x, count, limit, low):
-    """Flags of the `count` largest of the int32 x, ties to the first, or of up to `limit` of the largest; never of `NOTHING`. And the threshold."""
-    low, reached = _threshold(x, count, limit, low)
-    flags = (x >= low) & (x > NOTHING)
-    if reached > limit:  # equal values at the threshold
-        above = x > low
-        level = flags & (x == low)
-        flags = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= count - tl.sum(above.to(tl.int32), 0)))
-    return flags, low
-
-
-@triton.jit
-def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr):
+def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    _wait(PDL)
-    i = tl.arange(0, PEAKS)
-    x = tl.load(peaks + head * (N // PEAK) + i, mask=i < N // PEAK, other=NOTHING)
-    # The K best positions lie under the K best peaks, since each of those stands for one position as good. A few peaks more are soon found.
-    flags, low = _pick(x, K, KP, NOTHING)
+    i = tl.arange(0, WIDTH)
     k = tl.arange(0, KP)
+    low = tl.full([], NOTHING, tl.int32)
+    _wait(PDL)
     tl.store(blocks + head * KP + k, -1)
     tl.store(chosen + head * K + k, -1, mask=k < K)
-    tl.debug_barrier()
-    tl.store(blocks + head * KP + tl.cumsum(flags.to(tl.int32), 0) - 1, i, mask=flags)
-    tl.debug_barrier()
-    block = tl.load(blocks + head * KP + k)
-    n = tl.reshape(block[:, None] * PEAK + tl.arange(0, PEAK)[None, :], [KP * PEAK])
-    y = tl.load(importance + head * N + n, mask=n >= 0, other=NOTHING)
-    flags, _ = _pick(y, K, K, low)
-    tl.store(chosen + head * K + tl.cumsum(flags.to(tl.int32), 0) - 1, begin + n, mask=flags)
+    # The K best positions lie under the K best peaks, since each of those stands for one position as good. So the same is done twice, in a
+    # loop: only 8 of the multiprocessors work here, and instructions that they have not met yet in this step take longer to come than to run.
+    for under in range(2):
+        keys, into, limit, n = peaks + head * (N // PEAK), blocks + head * KP, KP, tl.where(i < N // PEAK, i, -1)
+        if under:
+            tl.debug_barrier()
+            block = tl.load(blocks + head * KP + i // PEAK, mask=i < KP * PEAK, other=-1)
+            keys, into, limit, n = importance + head * N, chosen + head * K, K, tl.where(block >= 0, block * PEAK + i % PEAK, -1)
+        x = tl.load(keys + n, mask=n >= 0, other=NOTHING)
+        low = _threshold(x, K, limit, low)
+        # Those above the threshold, then the first of those that equal it; ascending, in one scan that counts both.
+        above, level = x > low, (x == low) & (x > NOTHING)
+        need = limit - tl.sum(above.to(tl.int32), 0)
+        before = tl.cumsum(tl.where(above, 1, 0) + tl.where(level, 65536, 0), 0)
+        place = (before & 65535) + tl.minimum(before >> 16, need) - 1
+        tl.store(into + place, tl.where(under > 0, begin, 0) + n, mask=above | (level & (before >> 16 <= need)))
 
 
 def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, authors: bool, scratch: Scratch, chosen: Tensor) -> None:
@@ -1116,9 +1109,11 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
         s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
         G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), AUTHORS=authors, num_warps=4, **launch,
     )  # fmt: skip
-    K, KP, peaks = chosen.shape[2], s.blocks.shape[2], power(N // s.peak)
-    warps = min(max(max(KP * s.peak, peaks) // SELECT_EACH, 1), 16)
-    _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
+    K, KP = chosen.shape[2], s.blocks.shape[2]
+    width = max(power(N // s.peak), KP * s.peak)
+    _select_kernel[(B * KV,)](
+        s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, KP=KP, WIDTH=width, num_warps=min(max(width // SELECT_EACH, 1), 16), **launch,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------- sparse layers: the small attention
