@@ -89,6 +89,12 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+@functools.lru_cache(maxsize=None)
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have, less what a kernel needs beside its tiles."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 2048 if device.type == "cuda" else 2**30
+
+
 def usable(device: torch.device) -> bool:
     """Do the kernels run on this device? Warns once where a GPU has to do without."""
     if FORCE is not None:
@@ -137,15 +143,18 @@ TILES = {  # by kernel; measured on an H200 at the shapes of Llama-3.1-8B
 }
 
 
-def _cut(tile: Tile, K: int, rows: list[int], device: torch.device, itemsize: int) -> tuple[int, dict]:
-    """Rows that a program walks over, and the kernel options, for matrices of `rows` rows and K columns."""
-    chunk = min(triton.next_power_of_2(K), tile.chunk * 2 // itemsize)
-    each = tile.rows
+def _cut(tile: Tile, K: int, rows: list[int], device: torch.device, itemsize: int, matrices: int = 1) -> tuple[int, dict]:
+    """Rows that a program walks over, and the kernel options, for matrices of `rows` rows and K columns, `matrices` of them walked over together."""
+    chunk, at_once = min(triton.next_power_of_2(K), tile.chunk * 2 // itemsize), tile.rows
+    # Tiles under way lie in shared memory: 227 KiB of it on an H100, 99 on a consumer card.
+    while at_once > 1 and at_once * chunk * itemsize * matrices * (tile.stages - 1) > _shared_memory(device):
+        at_once //= 2
+    each = at_once
     if tile.per_sm:
         share = -(-sum(rows) // (tile.per_sm * _processors(device)))
-        each = -(-share // tile.rows) * tile.rows
+        each = -(-share // at_once) * at_once
     launch = _launch(device)
-    options = {"K": K, "BLOCK_K": chunk, "R": tile.rows, "ROWS": each, "STAGES": tile.stages, "AHEAD": tile.ahead if launch["PDL"] else 0}
+    options = {"K": K, "BLOCK_K": chunk, "R": at_once, "ROWS": each, "STAGES": tile.stages, "AHEAD": tile.ahead if launch["PDL"] else 0}
     return each, options | {"num_warps": tile.warps} | launch
 
 
@@ -346,7 +355,7 @@ def norm_gated(h: Tensor, norm_weight: Tensor, eps: float, gate: Tensor, up: Ten
     N, K = gate.shape
     if up.shape != gate.shape or h.shape[-1] != K or norm_weight.shape != (K,):
         raise RuntimeError(f"h has {h.shape[-1]} columns, gate is {list(gate.shape)}, up {list(up.shape)} and the norm {list(norm_weight.shape)}")
-    each, options = _cut(TILES["norm_gated"], K, [N], h.device, h.element_size())
+    each, options = _cut(TILES["norm_gated"], K, [N], h.device, h.element_size(), 2)
     out = h.new_empty(*h.shape[:-1], N)
     biases = (gate, up) if gate_bias is None else (gate_bias, up_bias)
     _norm_gated_kernel[(-(-N // each),)](h, norm_weight, eps, out, gate, up, *biases, N, BIAS=gate_bias is not None, **options)
@@ -651,8 +660,9 @@ def _edge(pos, recent):
 
 
 @triton.jit
-def _choose_kernel(q, kmax, index, slot, missing, held, stamp, pos, C, R, D, G: tl.constexpr, AUTHORS: tl.constexpr, LRU: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+def _choose_kernel(q, kmax, index, slot, missing, held, stamp, pos, C, R, D, G: tl.constexpr, AUTHORS: tl.constexpr, LRU: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0)
+    _wait(PDL)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     for g in tl.static_range(G):
@@ -705,6 +715,7 @@ def choose_channels(q: Tensor, kmax: Tensor, authors: bool, index: Tensor, slot:
     _choose_kernel[(B * KV,)](
         q.contiguous(), kmax, index, slot, missing, held, stamp, pos, C, R, D, G=G, AUTHORS=authors, LRU=held is not None,
         BLOCK_D=triton.next_power_of_2(D), BLOCK_R=triton.next_power_of_2(max(R, 2)), num_warps=4,
+        **(_launch(q.device) if held is None else {"PDL": False}),  # slots are kept in a side stream, which begins by waiting for another
     )  # fmt: skip
 
 
@@ -1029,7 +1040,7 @@ def _importance_kernel(
 
 @triton.jit
 def _threshold(x, count, limit, low):
-    """A threshold that at least `count` of the int32 x reach, and at most `limit` unless values are equal.
+    """A threshold that at least `count` of the int32 x `[rows, columns]` reach, and at most `limit` unless values are equal.
 
     Starts from a `low` that at least `count` reach, if so many there are. A third of what is left at a time: the two counts, below 2^15,
     go into one sum, and sums over all threads are what costs.
@@ -1040,7 +1051,7 @@ def _threshold(x, count, limit, low):
         step = ((high - low).to(tl.uint32) // 3).to(tl.int32) + 1
         first = low + step
         second = first + step
-        two = tl.sum(tl.where(x >= first, 1, 0) + tl.where(x >= second, 65536, 0), 0)
+        two = tl.sum(tl.where(x >= first, 1, 0) + tl.where(x >= second, 65536, 0))
         a, b = two & 65535, two >> 16
         if b >= count:
             low = second
@@ -1055,30 +1066,42 @@ def _threshold(x, count, limit, low):
 
 
 @triton.jit
-def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.constexpr, KP: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
+def _keep(x, n, into, count, limit, low):
+    """Write to `into`, ascending, the n where x is among the `count` largest, ties to the first, or up to `limit` of them; never of `NOTHING`.
+
+    x, n: int32 `[rows, columns]`, ascending row by row. `low`: see `_threshold`, and so is what is returned.
+    """
+    low = _threshold(x, count, limit, low)
+    # Those above the threshold, then the first of those that equal it, in one scan that counts both.
+    above, level = x > low, (x == low) & (x > NOTHING)
+    both = tl.where(above, 1, 0) + tl.where(level, 65536, 0)
+    rows = tl.sum(both, 1)
+    need = limit - (tl.sum(both) & 65535)
+    before = tl.cumsum(both, 1) + (tl.cumsum(rows, 0) - rows)[:, None]
+    place = (before & 65535) + tl.minimum(before >> 16, need) - 1
+    tl.store(into + place, n, mask=above | (level & (before >> 16 <= need)))
+    return low
+
+
+@triton.jit
+def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, WIDTH)
     k = tl.arange(0, KP)
-    low = tl.full([], NOTHING, tl.int32)
+    c = tl.arange(0, 8)
+    i = tl.arange(0, PEAKS // 8)[:, None] * 8 + c[None, :]
+    j = tl.arange(0, KP * PEAK // 8)[:, None] * 8 + c[None, :]
     _wait(PDL)
+    x = tl.load(peaks + head * (N // PEAK) + i, mask=i < N // PEAK, other=NOTHING)
     tl.store(blocks + head * KP + k, -1)
     tl.store(chosen + head * K + k, -1, mask=k < K)
-    # The K best positions lie under the K best peaks, since each of those stands for one position as good. So the same is done twice, in a
-    # loop: only 8 of the multiprocessors work here, and instructions that they have not met yet in this step take longer to come than to run.
-    for under in range(2):
-        keys, into, limit, n = peaks + head * (N // PEAK), blocks + head * KP, KP, tl.where(i < N // PEAK, i, -1)
-        if under:
-            tl.debug_barrier()
-            block = tl.load(blocks + head * KP + i // PEAK, mask=i < KP * PEAK, other=-1)
-            keys, into, limit, n = importance + head * N, chosen + head * K, K, tl.where(block >= 0, block * PEAK + i % PEAK, -1)
-        x = tl.load(keys + n, mask=n >= 0, other=NOTHING)
-        low = _threshold(x, K, limit, low)
-        # Those above the threshold, then the first of those that equal it; ascending, in one scan that counts both.
-        above, level = x > low, (x == low) & (x > NOTHING)
-        need = limit - tl.sum(above.to(tl.int32), 0)
-        before = tl.cumsum(tl.where(above, 1, 0) + tl.where(level, 65536, 0), 0)
-        place = (before & 65535) + tl.minimum(before >> 16, need) - 1
-        tl.store(into + place, tl.where(under > 0, begin, 0) + n, mask=above | (level & (before >> 16 <= need)))
+    tl.debug_barrier()
+    # The K best positions lie under the K best peaks, since each of those stands for one position as good.
+    low = _keep(x, i, blocks + head * KP, K, KP, tl.full([], NOTHING, tl.int32))
+    tl.debug_barrier()
+    block = tl.load(blocks + head * KP + j // PEAK)
+    n = block * PEAK + j % PEAK
+    y = tl.load(importance + head * N + n, mask=block >= 0, other=NOTHING)
+    _keep(y, begin + n, chosen + head * K, K, K, low)
 
 
 def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, authors: bool, scratch: Scratch, chosen: Tensor) -> None:
@@ -1109,11 +1132,9 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
         s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
         G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), AUTHORS=authors, num_warps=4, **launch,
     )  # fmt: skip
-    K, KP = chosen.shape[2], s.blocks.shape[2]
-    width = max(power(N // s.peak), KP * s.peak)
-    _select_kernel[(B * KV,)](
-        s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, KP=KP, WIDTH=width, num_warps=min(max(width // SELECT_EACH, 1), 16), **launch,
-    )  # fmt: skip
+    K, KP, peaks = chosen.shape[2], s.blocks.shape[2], power(N // s.peak)
+    warps = min(max(max(peaks, KP * s.peak) // SELECT_EACH, 1), 16)
+    _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
 
 
 # -------------------------------------------------------------------------------------- sparse layers: the small attention

@@ -100,19 +100,27 @@ class Pinner:
     Memory is plain and then registered with CUDA: PyTorch's own pinned allocator rounds up to powers of two, up to twice
     the bytes. Registering untouched pages takes 0.4 s a GiB, one thread at a time, and no kernel can be launched meanwhile:
     the driver holds a lock while the kernel finds and clears the pages. So they are touched first, in parallel, and are
-    huge pages where the system has them: 0.05 to 0.08 s a GiB in all (one H200, 16 cores). Where registering fails (limits
-    on locked memory, some virtual machines) the memory stays pageable and works, slower, after one warning.
+    huge pages where the system has them; registering is then 0.03 s a GiB (one H200, 16 cores). It still keeps kernels from
+    being launched. At the start of a prefill, when the GPU has nothing queued, it would wait for that, so what a prefill
+    will need is registered only once somebody asks for the first of it: the GPU then has a layer's work before it. Where
+    registering fails (limits on locked memory, some virtual machines) the memory stays pageable and works, slower, after
+    one warning.
     """
 
     def __init__(self, device: torch.device, threads: int = 8):
         self.active = device.type == "cuda"
-        self._pool = ThreadPoolExecutor(threads, "tailorkv-pin") if self.active else None
+        self._touching = ThreadPoolExecutor(threads, "tailorkv-touch") if self.active else None
+        self._pinning = ThreadPoolExecutor(1, "tailorkv-pin") if self.active else None
+        self._gate = threading.Event()  # of what was taken for later
         self._registered: dict[int, Tensor] = {}  # address -> the tensor, kept alive while CUDA knows its pages
         self._lock = threading.Lock()
         self.refused = False  # memory stays pageable
 
-    def take(self, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Future | None]:
-        """An uninitialised host tensor, and a future that is done when it is pinned (None: nothing to wait for)."""
+    def take(self, *shape: int, dtype: torch.dtype, later: bool = False) -> tuple[Tensor, Future | None]:
+        """An uninitialised host tensor, and a future that is done when it is pinned (None: nothing to wait for).
+
+        later: not before the next `now`.
+        """
         size = math.prod(shape) * dtype.itemsize
         if not self.active or size == 0:
             return torch.empty(*shape, dtype=dtype), None
@@ -121,12 +129,23 @@ class Pinner:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(pages, dtype=dtype).view(*shape)
-        return tensor, self._pool.submit(self._pin, tensor)
+        return tensor, self._pinning.submit(self._pin, tensor, self._touching.submit(self._touch, tensor), self._gate if later else None)
 
-    def _pin(self, tensor: Tensor) -> None:
+    def now(self) -> None:
+        """Whatever was taken for later is needed now."""
+        gate, self._gate = self._gate, threading.Event()
+        gate.set()
+
+    @staticmethod
+    def _touch(tensor: Tensor) -> None:
+        tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].fill_(0)
+
+    def _pin(self, tensor: Tensor, touched: Future, gate: threading.Event | None) -> None:
+        touched.result()
+        if gate is not None:
+            gate.wait()
         if self.refused:  # one failure tends to mean that all fail, and asking again can hurt the driver
             return
-        tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].fill_(0)
         code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
         if code == 0:
             with self._lock:
@@ -143,8 +162,10 @@ class Pinner:
             torch.cuda.cudart().cudaHostUnregister(known.data_ptr())
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self.now()
+        if self.active:
+            self._pinning.shutdown(wait=True, cancel_futures=True)
+            self._touching.shutdown(wait=True, cancel_futures=True)
         for tensor in list(self._registered.values()):
             self.release(tensor)
 
@@ -155,26 +176,29 @@ class Pinner:
 class Slab:
     """Positions start .. start + size - 1 of one layer: K, V, channel rows, and, a block, the largest |K| and the sum of V."""
 
-    def __init__(self, pinner: Pinner, start: int, size: int, like_k: Tensor, like_v: Tensor, row_bits: int):
+    def __init__(self, pinner: Pinner, start: int, size: int, like_k: Tensor, like_v: Tensor, row_bits: int, later: bool = False):
+        """`later`: see `Pinner.take`."""
         head, D, Dv, dtype = like_k.shape[:2], like_k.shape[3], like_v.shape[3], like_k.dtype
         self.start, self.size = start, size
         # Side by side, so that a token's K and V are one piece: read in place, they cost a GPU one walk through its page tables instead of two
         # (one H200, 1,024 tokens out of 16 GiB: 13 us instead of 42).
-        self.kv, ready_kv = pinner.take(*head, size, D + Dv, dtype=dtype)
+        self.kv, ready_kv = pinner.take(*head, size, D + Dv, dtype=dtype, later=later)
         self.k, self.v = self.kv[..., :D], self.kv[..., D:]
-        self.kmax, ready_kmax = pinner.take(*head, size // BLOCK, D, dtype=dtype)
-        self.vsum, ready_vsum = pinner.take(*head, size // BLOCK, Dv, dtype=torch.float32)
-        planes = [pinner.take(*head, D, size // BLOCK * each, dtype=kind) for kind, each in row_planes(row_bits, dtype)]
+        self.kmax, ready_kmax = pinner.take(*head, size // BLOCK, D, dtype=dtype, later=later)
+        self.vsum, ready_vsum = pinner.take(*head, size // BLOCK, Dv, dtype=torch.float32, later=later)
+        planes = [pinner.take(*head, D, size // BLOCK * each, dtype=kind, later=later) for kind, each in row_planes(row_bits, dtype)]
         self.rows = [plane for plane, _ in planes]
         ready = [ready_kv, ready_kmax, ready_vsum, *(ready for _, ready in planes)]
-        self._pinning = [one for one in ready if one is not None]
+        self._pinner, self._pinning = pinner, [one for one in ready if one is not None]
         self._aliases: dict[str, Tensor] | None = None
 
     def wait(self) -> None:
         """Until the memory is pinned, or known to stay pageable."""
-        for ready in self._pinning:
-            ready.result()
-        self._pinning = []
+        if self._pinning:
+            self._pinner.now()
+            for ready in self._pinning:
+                ready.result()
+            self._pinning = []
 
     def tensors(self) -> dict[str, Tensor]:
         rows = dict(zip(("channel rows", "channel ranges"), self.rows))
@@ -234,12 +258,12 @@ class HostStore:
         return self.slabs[-1].start + self.slabs[-1].size if self.slabs else 0
 
     def reserve(self, length: int, like_k: Tensor, like_v: Tensor, exact: bool) -> None:
-        """Make room for `length` positions (a multiple of 64): `exact`ly, or with some to spare for tokens to come."""
+        """Make room for `length` positions (a multiple of 64): `exact`ly, for a prefill, or with some to spare for tokens to come."""
         if length > (start := self.capacity):
             size = length - start
             if not exact:
                 size = max(size, 4 * BLOCK, start // 25 // BLOCK * BLOCK)
-            self.slabs.append(Slab(self.pinner, start, size, like_k, like_v, self.row_bits))
+            self.slabs.append(Slab(self.pinner, start, size, like_k, like_v, self.row_bits, later=exact))
 
     def parts(self, start: int, stop: int):
         """The slabs that hold positions start .. stop - 1: `(slab, first, last)` with rows counted inside the slab."""
