@@ -14,7 +14,8 @@ launches, 2 to 4 us each even in a CUDA graph; here it is part of the kernel tha
     quant_encode       ... codes and ranges of blocks, in the twin's bytes
     choose_channels    a sparse layer: the critical channels, and which of their rows must be fetched
     fetch_rows         ... those rows, read in place from pinned host memory
-    score_and_select   ... the candidates' approximate scores, and the K best of them
+    score, select      ... the candidates' approximate scores, and the K best of them
+    ask                ... beside the selection, for the rows that will probably be chosen
     gather_attention   ... attention over sink, chosen tokens (read in place from the host) and window, with the tail
     encode_channels    ... before all that: the channel rows of blocks on their way to the host, in the twin's bytes
     block_statistics   ... their largest |K| and sums of V
@@ -660,9 +661,8 @@ def _edge(pos, recent):
 
 
 @triton.jit
-def _choose_kernel(q, kmax, index, slot, missing, held, stamp, pos, C, R, D, G: tl.constexpr, AUTHORS: tl.constexpr, LRU: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):
+def _choose_kernel(q, kmax, index, slot, missing, held, stamp, pos, C, R, D, G: tl.constexpr, AUTHORS: tl.constexpr, LRU: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
     head = tl.program_id(0)
-    _wait(PDL)
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     for g in tl.static_range(G):
@@ -715,7 +715,6 @@ def choose_channels(q: Tensor, kmax: Tensor, authors: bool, index: Tensor, slot:
     _choose_kernel[(B * KV,)](
         q.contiguous(), kmax, index, slot, missing, held, stamp, pos, C, R, D, G=G, AUTHORS=authors, LRU=held is not None,
         BLOCK_D=triton.next_power_of_2(D), BLOCK_R=triton.next_power_of_2(max(R, 2)), num_warps=4,
-        **(_launch(q.device) if held is None else {"PDL": False}),  # slots are kept in a side stream, which begins by waiting for another
     )  # fmt: skip
 
 
@@ -795,7 +794,7 @@ def fetch_rows(table: Tensor, rows: Rows, missing: Tensor | None, channels: int,
 
 
 GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`
-SELECT_EACH = 256  # numbers a warp of the selection: few, since more make a longer program
+SELECT_EACH = 1024  # numbers a warp of the selection
 
 
 @dataclass
@@ -1039,18 +1038,32 @@ def _importance_kernel(
 
 
 @triton.jit
-def _threshold(x, count, limit, low):
+def _ask_kernel(importance, guess, table, pos, begin, recent, N, row_bytes, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    near = tl.load(guess + head)  # or this step's, if the selection is done already
+    if (near > 0) & (begin + part * CHUNK < _edge(pos, recent)):
+        n = part * CHUNK + tl.arange(0, CHUNK)
+        likely = tl.load(importance + head * N + n) >= near
+        if tl.sum(likely.to(tl.int32), 0) <= 64:  # more would be a wrong guess
+            for j in range(1, tl.load(table).to(tl.int32) + 1):
+                start, size = tl.load(table + j * WIDTH), tl.load(table + j * WIDTH + 1)
+                row = begin + n - start
+                address = tl.load(table + j * WIDTH + 2) + (head * size + row) * row_bytes
+                mine = (likely & (row >= 0) & (row < size)).to(tl.int32)
+                asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+                tl.inline_asm_elementwise(asm, "=r,l,r", [address, mine], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _threshold(x, count, limit, low, first, second):
     """A threshold that at least `count` of the int32 x `[rows, columns]` reach, and at most `limit` unless values are equal.
 
-    Starts from a `low` that at least `count` reach, if so many there are. A third of what is left at a time: the two counts, below 2^15,
-    go into one sum, and sums over all threads are what costs.
+    Starts from a `low` that at least `count` reach, if so many there are, and looks at `first` and `second` above it; from then on, at thirds
+    of what is left. The two counts, below 2^15, go into one sum: sums over all threads are what costs.
     """
     high = tl.full([], 0x7F800001, tl.int32)  # more than the image of infinity
     reached = tl.full([], 2**30, tl.int32)
     while (reached > limit) & (high != low + 1):
-        step = ((high - low).to(tl.uint32) // 3).to(tl.int32) + 1
-        first = low + step
-        second = first + step
         two = tl.sum(tl.where(x >= first, 1, 0) + tl.where(x >= second, 65536, 0))
         a, b = two & 65535, two >> 16
         if b >= count:
@@ -1062,16 +1075,19 @@ def _threshold(x, count, limit, low):
             reached = a
         else:
             high = first
+        step = ((high - low).to(tl.uint32) // 3).to(tl.int32) + 1
+        first = low + step
+        second = first + step
     return low
 
 
 @triton.jit
-def _keep(x, n, into, count, limit, low):
+def _keep(x, n, into, count, limit, low, first, second):
     """Write to `into`, ascending, the n where x is among the `count` largest, ties to the first, or up to `limit` of them; never of `NOTHING`.
 
-    x, n: int32 `[rows, columns]`, ascending row by row. `low`: see `_threshold`, and so is what is returned.
+    x, n: int32 `[rows, columns]`, ascending row by row. For the others, and for what is returned, see `_threshold`.
     """
-    low = _threshold(x, count, limit, low)
+    low = _threshold(x, count, limit, low, first, second)
     # Those above the threshold, then the first of those that equal it, in one scan that counts both.
     above, level = x > low, (x == low) & (x > NOTHING)
     both = tl.where(above, 1, 0) + tl.where(level, 65536, 0)
@@ -1084,7 +1100,7 @@ def _keep(x, n, into, count, limit, low):
 
 
 @triton.jit
-def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr):
+def _select_kernel(importance, peaks, blocks, chosen, guess, begin, K, N, PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
     c = tl.arange(0, 8)
@@ -1096,21 +1112,22 @@ def _select_kernel(importance, peaks, blocks, chosen, begin, K, N, PEAK: tl.cons
     tl.store(chosen + head * K + k, -1, mask=k < K)
     tl.debug_barrier()
     # The K best positions lie under the K best peaks, since each of those stands for one position as good.
-    low = _keep(x, i, blocks + head * KP, K, KP, tl.full([], NOTHING, tl.int32))
+    # Where the threshold is looked for first, a tenth around the last step's, decides how long it takes, not what is found.
+    near = tl.maximum(tl.load(guess + head), 2**21)
+    low = _keep(x, i, blocks + head * KP, K, KP, tl.full([], NOTHING, tl.int32), near - 2**20, near + 2**20)
     tl.debug_barrier()
     block = tl.load(blocks + head * KP + j // PEAK)
     n = block * PEAK + j % PEAK
     y = tl.load(importance + head * N + n, mask=block >= 0, other=NOTHING)
-    _keep(y, begin + n, chosen + head * K, K, K, low)
+    low = _keep(y, begin + n, chosen + head * K, K, K, low, low + 2**18, low + 2**21)
+    tl.store(guess + head, low)
 
 
-def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, authors: bool, scratch: Scratch, chosen: Tensor) -> None:
-    """Score all candidates by the critical channels and choose the K best for each KV head.
+def score(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, authors: bool, scratch: Scratch) -> None:
+    """Score all candidates by the critical channels, and how much each matters to its KV head, into `scratch`.
 
     Args:
         q: the true query `[B, H, 1, D]`. pos: int64 `[1]`. scale: of the exact scores. sink, recent, authors: see `retrieval`.
-        scratch: its scores and their log-sum-exps are filled too, for the tail.
-        chosen: output, int32 `[B, KV, K]`: positions, ascending, ties to the lowest; -1 behind the last where there are fewer candidates.
     """
     B, H, _, D = q.shape
     KV, C = rows.index.shape[1:]
@@ -1132,9 +1149,30 @@ def score_and_select(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int
         s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
         G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), AUTHORS=authors, num_warps=4, **launch,
     )  # fmt: skip
-    K, KP, peaks = chosen.shape[2], s.blocks.shape[2], power(N // s.peak)
+
+
+def ask(scratch: Scratch, guess: Tensor, table: Tensor, row_bytes: int, pos: Tensor, recent: int, begin: int) -> None:
+    """Ask the host for the rows that `select` will probably choose, those above the last step's threshold. It changes no result.
+
+    The host's address translation finds one page in 25 ns (one H200; a page holds 64 KiB, so 1,024 scattered rows are as many pages): as
+    long as `select` takes, if both run side by side. table: of slabs, of rows of `row_bytes`. For the others see `select` and `score`.
+    """
+    heads, N = guess.numel(), scratch.positions
+    _ask_kernel[(N // scratch.CHUNK, heads)](scratch.importance, guess, table, pos, begin, recent, N, row_bytes, CHUNK=scratch.CHUNK, WIDTH=table.shape[1], num_warps=1)
+
+
+def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor) -> None:
+    """Choose the K candidates that matter most to each KV head.
+
+    Args:
+        scratch: filled by `score`. begin: position of its first score.
+        chosen: output, int32 `[B, KV, K]`: positions, ascending, ties to the lowest; -1 behind the last where there are fewer candidates.
+        guess: int32 `[B, KV]`, kept from step to step, at first 0: the last choice's threshold, from which this one is found sooner.
+    """
+    s, launch = scratch, _launch(chosen.device)
+    N, K, KP, peaks = s.positions, chosen.shape[2], s.blocks.shape[2], triton.next_power_of_2(s.positions // s.peak)
     warps = min(max(max(peaks, KP * s.peak) // SELECT_EACH, 1), 16)
-    _select_kernel[(B * KV,)](s.importance, s.peaks, s.blocks, chosen, rows.begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
+    _select_kernel[(guess.numel(),)](s.importance, s.peaks, s.blocks, chosen, guess, begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
 
 
 # -------------------------------------------------------------------------------------- sparse layers: the small attention

@@ -174,6 +174,7 @@ class SparseLayer:
         self.static: Tensor | None = None  # [KV, C]: channels chosen offline, for the paper's ablation
         self.length = 0
         self.chosen: Tensor | None = None  # the last step's: index of fetched positions [B, KV, K]
+        self.guess: Tensor | None = None  # for the kernels: the last choice's threshold
         self._index: Tensor | None = None  # channels under way
         self.slope: Tensor | None = None  # for the kernels, with `tilt`: the covariance, float32 [B, KV, D, Dv]
         self._counted = -1  # candidates that are in it
@@ -335,16 +336,21 @@ class SparseLayer:
         q, (B, KV), stop = q.contiguous(), self.kmax.shape[:2], self.edge(length)
         if self.chosen is None or self.chosen.shape != (B, KV, self.topk):
             self.chosen = torch.empty(B, KV, self.topk, dtype=torch.int32, device=q.device)
+            self.guess = torch.zeros(B, KV, dtype=torch.int32, device=q.device)
         rows = self.prefetcher.brought(layer, self, stop)
         if rows is None:  # not foreseen: the channels are chosen, exactly, on the spot
             self.prefetcher.bring(layer, self, q, pos, stop)
             rows = self.prefetcher.brought(layer, self, stop)
         scratch = self.prefetcher.scratch_for(q.shape[1] // KV)
-        kernels.score_and_select(q, rows, pos, scale, self.sink_size, self.recent, self.authors, scratch, self.chosen)
+        kernels.score(q, rows, pos, scale, self.sink_size, self.recent, self.authors, scratch)
+        self.prefetcher.ask(self, scratch, pos)
+        kernels.select(scratch, self.begin, self.chosen, self.guess)
         self.prefetcher.done_with_rows(self.turn)
         table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size))
         ring = (self.ring.k, self.ring.v)
-        return kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum, self.slope)
+        o = kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum, self.slope)
+        self.prefetcher.done_with_tokens()
+        return o
 
     def settle(self, length: int) -> None:
         """Before a decode step that makes it `length` tokens: bring what the kernels read in place up to date."""
@@ -452,7 +458,7 @@ class SparseLayer:
                 "window": self.ring.k.nbytes + self.ring.v.nbytes,
                 "channel maxima": self.kmax.nbytes,
                 "value sums": self.vsum.nbytes if self.tail else 0,
-                "chosen tokens": self.chosen.nbytes if self.chosen is not None and self.chosen.dtype == torch.int32 else 0,
+                "chosen tokens": self.chosen.nbytes + self.guess.nbytes if self.guess is not None else 0,
                 "moments": self.moments.nbytes + (self.slope.nbytes if self.slope is not None else 0) if self.tilt else 0,
             }
         return {"gpu": gpu, "host": self.store.nbytes()}
