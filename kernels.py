@@ -15,7 +15,6 @@ launches, 2 to 4 us each even in a CUDA graph; here it is part of the kernel tha
     choose_channels    a sparse layer: the critical channels, and which of their rows must be fetched
     fetch_rows         ... those rows, read in place from pinned host memory
     score, select      ... the candidates' approximate scores, and the K best of them
-    ask                ... beside the selection, for the rows that will probably be chosen
     gather_attention   ... attention over sink, chosen tokens (read in place from the host) and window, with the tail
     encode_channels    ... before all that: the channel rows of blocks on their way to the host, in the twin's bytes
     block_statistics   ... their largest |K| and sums of V
@@ -841,30 +840,33 @@ NOTHING = tl.constexpr(-(2**31) + 1)  # less than any number's image under `_ord
 
 @triton.jit
 def _place(n, BITS: tl.constexpr, CHUNK: tl.constexpr):
-    """Where the score of the n-th position lies: all first codes of a chunk's 16-bit words together, then all second ones."""
-    EACH: tl.constexpr = 16 // BITS
+    """Where the score of the n-th position lies: all first codes of a chunk's words together, then all second ones."""
+    EACH: tl.constexpr = 8 if BITS <= 4 else 16 // BITS
     return n // CHUNK * CHUNK + n % EACH * (CHUNK // EACH) + n % CHUNK // EACH
 
 
 @triton.jit
 def _key(words, step, zero, i: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
-    """zero + step * code of each 16-bit word's i-th code, float16 (float32 if EXACT); at 16 bits the word itself."""
+    """zero + step * code of each word's i-th code, float16 (float32 if EXACT); at 16 bits the word itself."""
     if BITS == 16:
         key = words if NATIVE else words.to(tl.float32)  # the interpreter multiplies bfloat16 as if it were integers
     elif NATIVE and not EXACT:
-        # Two at a time. A code in the last bits of 1024, as a float16, is 1024 + code; a conversion from integers runs at a quarter of the rate.
+        # Two words at a time. A code in the last bits of 1024, as a float16, is 1024 + code; a conversion from integers runs at a quarter of the rate.
+        half: tl.constexpr = i * BITS // 16 if BITS == 4 else 0
+        pair: tl.constexpr = f"prmt.b32 c, $1, $2, {0x5410 + half * 0x2222}; shr.u32 c, c" if BITS == 4 else "shr.u32 c, $1"
+        last: tl.constexpr = "$3, $4" if BITS == 4 else "$2, $3"
         key = tl.inline_asm_elementwise(
             f"""{{
                 .reg .b32 c, mask, big;
                 mov.b32 mask, {(2**BITS - 1) * 65537};
                 mov.b32 big, 0x64006400;
-                shr.u32 c, $1, {i * BITS};
+                {pair}, {i * BITS - half * 16};
                 lop3.b32 c, c, mask, big, 0xEA;
                 mov.b32 big, 0xE400E400;
                 add.rn.f16x2 c, c, big;
-                fma.rn.f16x2 $0, c, $2, $3;
+                fma.rn.f16x2 $0, c, {last};
             }}""",
-            "=r,r,r,r", [words, step, zero], dtype=tl.float16, is_pure=True, pack=2,
+            "=r,r,r,r,r" if BITS == 4 else "=r,r,r,r", [words, step, zero], dtype=tl.float16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
         key = ((words.to(tl.int32) >> (i * BITS)) & (2**BITS - 1)).to(tl.float32) * step.to(tl.float32) + zero.to(tl.float32)
@@ -918,10 +920,10 @@ def _scores_kernel(
         tl.store(stats, float("-inf"), mask=group < G)
         tl.store(stats + stat, 0.0, mask=group < G)
         return
-    # A matrix of 16-bit words, EACH codes of a channel's row in a word, times queries. The tensor cores want words of two channels side by
+    # A matrix of words of 16 or 32 bits, EACH codes of a channel's row in a word, times queries. The tensor cores want words of two channels side by
     # side; as words, not as codes, they are exchanged between threads, which then unpack what they multiply. A column is a query head and,
     # since a product has no fewer than 8 columns, one of PER codes of the word.
-    EACH: tl.constexpr = 16 // BITS
+    EACH: tl.constexpr = 8 if BITS <= 4 else 16 // BITS
     ROUNDS: tl.constexpr = EACH // PER
     M: tl.constexpr = CHUNK // EACH
     WORDS: tl.constexpr = 64 // EACH  # of a block
@@ -1038,23 +1040,6 @@ def _importance_kernel(
 
 
 @triton.jit
-def _ask_kernel(importance, guess, table, pos, begin, recent, N, row_bytes, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    near = tl.load(guess + head)  # or this step's, if the selection is done already
-    if (near > 0) & (begin + part * CHUNK < _edge(pos, recent)):
-        n = part * CHUNK + tl.arange(0, CHUNK)
-        likely = tl.load(importance + head * N + n) >= near
-        if tl.sum(likely.to(tl.int32), 0) <= 64:  # more would be a wrong guess
-            for j in range(1, tl.load(table).to(tl.int32) + 1):
-                start, size = tl.load(table + j * WIDTH), tl.load(table + j * WIDTH + 1)
-                row = begin + n - start
-                address = tl.load(table + j * WIDTH + 2) + (head * size + row) * row_bytes
-                mine = (likely & (row >= 0) & (row < size)).to(tl.int32)
-                asm: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
-                tl.inline_asm_elementwise(asm, "=r,l,r", [address, mine], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _threshold(x, count, limit, low, first, second):
     """A threshold that at least `count` of the int32 x `[rows, columns]` reach, and at most `limit` unless values are equal.
 
@@ -1135,9 +1120,9 @@ def score(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: i
     N, chunks, power, launch = s.positions, s.positions // s.CHUNK, triton.next_power_of_2, _launch(q.device)
     codes, ranges = rows.planes[0], rows.planes[-1]
     if rows.bits < 16:
-        codes = codes.view(torch.int16)
+        codes = codes.view(torch.int32 if rows.bits == 4 else torch.int16)
     # Codes of a word, and how many of them share a product: at most four rounds, and no product of fewer than 8 columns.
-    each, GP, exact = 16 // rows.bits, power(G), q.dtype == torch.float32
+    each, GP, exact = 8 if rows.bits <= 4 else 16 // rows.bits, power(G), q.dtype == torch.float32
     per = min(each, max(8 // GP, each // 4, 1))
     GP = max(GP, 8 // per)
     _scores_kernel[(chunks, B * KV)](
@@ -1149,16 +1134,6 @@ def score(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: i
         s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
         G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), AUTHORS=authors, num_warps=4, **launch,
     )  # fmt: skip
-
-
-def ask(scratch: Scratch, guess: Tensor, table: Tensor, row_bytes: int, pos: Tensor, recent: int, begin: int) -> None:
-    """Ask the host for the rows that `select` will probably choose, those above the last step's threshold. It changes no result.
-
-    The host's address translation finds one page in 25 ns (one H200; a page holds 64 KiB, so 1,024 scattered rows are as many pages): as
-    long as `select` takes, if both run side by side. table: of slabs, of rows of `row_bytes`. For the others see `select` and `score`.
-    """
-    heads, N = guess.numel(), scratch.positions
-    _ask_kernel[(N // scratch.CHUNK, heads)](scratch.importance, guess, table, pos, begin, recent, N, row_bytes, CHUNK=scratch.CHUNK, WIDTH=table.shape[1], num_warps=1)
 
 
 def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor) -> None:

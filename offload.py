@@ -621,12 +621,6 @@ class Prefetcher:
         index, place = first_of(self._index[entry.turn % 2], entry.channels), self._place[:, :, : entry.channels].contiguous()
         return kernels.Rows(planes, index, place, self.row_bits, entry.begin)
 
-    def ask(self, entry, scratch: kernels.Scratch, pos: Tensor) -> None:
-        """Nothing to do: see `ZeroCopy.ask`."""
-
-    def done_with_tokens(self) -> None:
-        """Nothing to do: a copy to the staging buffers waits for the one before."""
-
     def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
         self.fetch_tokens(entry.store, entry.chosen[:, :, :count].long())
@@ -676,7 +670,6 @@ class ZeroCopy:
         self.device, self.row_bits, self.resident, self.layers = device, row_bits, resident, layers
         self.cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.cuda else None
-        self._asking, self._asked = torch.cuda.Stream(device) if self.cuda else None, Event(device)
         self.planes: list[list[Tensor]] = []  # of each sparse layer
         self.blocks = 0  # that they hold
         self.scratch: kernels.Scratch | None = None
@@ -778,22 +771,6 @@ class ZeroCopy:
 
     def done_with_rows(self, turn: int) -> None:
         """Nothing to do, see `bring`."""
-
-    def ask(self, entry, scratch: kernels.Scratch, pos: Tensor) -> None:
-        """Between scoring and selection of the `SparseLayer` `entry`: on a stream of its own, ask the host for the rows that are likely to be chosen."""
-        if not self.cuda:
-            return
-        kv, scored = entry.store.slabs[0].kv, Event(self.device)
-        scored.record()
-        with torch.cuda.stream(self._asking):
-            scored.wait()
-            kernels.ask(scratch, entry.guess, entry.store.table(self.device), kv.shape[3] * kv.element_size(), pos, entry.recent, entry.begin)
-            self._asked.record()
-
-    def done_with_tokens(self) -> None:
-        """The rows have been read. A graph that is captured ends in one stream."""
-        if self.cuda:
-            self._asked.wait()
 
     def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: the slab table, through which it reads the rows itself."""

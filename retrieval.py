@@ -343,14 +343,11 @@ class SparseLayer:
             rows = self.prefetcher.brought(layer, self, stop)
         scratch = self.prefetcher.scratch_for(q.shape[1] // KV)
         kernels.score(q, rows, pos, scale, self.sink_size, self.recent, self.authors, scratch)
-        self.prefetcher.ask(self, scratch, pos)
         kernels.select(scratch, self.begin, self.chosen, self.guess)
         self.prefetcher.done_with_rows(self.turn)
         table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size))
         ring = (self.ring.k, self.ring.v)
-        o = kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum, self.slope)
-        self.prefetcher.done_with_tokens()
-        return o
+        return kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum, self.slope)
 
     def settle(self, length: int) -> None:
         """Before a decode step that makes it `length` tokens: bring what the kernels read in place up to date."""

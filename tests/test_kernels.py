@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels against their twins: at tiny odd shapes in Triton's interpreter, and, marked `gpu`, at real ones."""
 
+import math
+
 import pytest
 import torch
 
 import kernels
 from cache import TailorCache
-from offload import ZeroCopy
+from offload import BLOCK, ZeroCopy, decode_rows, encode_rows
+from retrieval import approximate_scores, select_tokens
 from test_tailor import BEST, Driver, options, same, state
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -46,6 +49,84 @@ def test_choose_channels(device, D, C, R, G, authors):
             assert tensor is None or torch.equal(tensor, states[1][name]), (step, name)
         if R:
             assert states[0]["missing"].sum() < 2 * 2 * C or step == 0 or R == C
+
+
+# ---------------------------------------------------------------------------------------------------- scores, selection
+
+
+def scored(bits, dtype, G, device, N=1984, D=40, KV=2, C=9, sink=5, recent=70):
+    """Scores of candidates `[KV, G, M]` by the kernel, by the twin, and by plain matrix products in `dtype`; and what the kernel says of each chunk."""
+    generator = torch.Generator().manual_seed(bits * 10 + G)
+    random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    keys = (random(1, KV, D, N) * random(1, KV, D, 1) * 2 + random(1, KV, D, 1)).to(dtype)
+    planes = [plane.to(device) for plane in encode_rows(keys, bits)]
+    # Rows are readable to the end of a chunk; what lies there is anything.
+    whole = -(-N // kernels.Scratch.CHUNK) * kernels.Scratch.CHUNK
+    planes = [torch.cat([p, p.new_full((*p.shape[:3], p.shape[3] * (whole - N) // N), 77)], -1) for p in planes]
+    index = torch.stack([torch.randperm(D, generator=generator)[:C].sort().values for _ in range(KV)])[None].int().to(device)
+    q = random(1, KV * G, 1, D).to(dtype).to(device)
+    pos, scale = torch.tensor([N + recent - 8], device=device), D**-0.5
+    edge = (int(pos) + 1 - recent) // BLOCK * BLOCK
+    scratch = kernels.Scratch((1, KV), G, whole, 8, bits, torch.device(device))
+    rows = kernels.Rows(planes, index, index, bits, 0)
+    kernels.score(q, rows, pos, scale, sink, recent, False, scratch)
+    n = torch.arange(whole, device=device)
+    each = 8 if bits <= 4 else 16 // bits
+    chunk = kernels.Scratch.CHUNK
+    place = n // chunk * chunk + n % each * (chunk // each) + n % chunk // each
+    mine = scratch.scores[..., place].view(KV, G, whole)
+    assert torch.isneginf(mine[..., :sink]).all() and torch.isneginf(mine[..., edge:chunk * -(-edge // chunk)]).all()
+    chosen = [p.gather(2, index.long()[..., None].expand(-1, -1, -1, p.shape[3])) for p in planes]
+    rows = decode_rows(chosen, bits)[..., sink:edge]
+    exact = approximate_scores(q, index.long(), rows, scale)[0]
+    gathered = q.view(1, KV, G, D).gather(3, index.long().unsqueeze(2).expand(-1, -1, G, -1))
+    plain = ((gathered @ rows.to(dtype)) * scale)[0].float()
+    return mine[..., sink:edge] * math.log(2), exact, plain, scratch, edge
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits, dtype, G", [(4, torch.bfloat16, 4), (4, torch.float16, 1), (4, torch.float32, 3), (2, torch.bfloat16, 3), (2, torch.float16, 8), (8, torch.bfloat16, 2), (16, torch.bfloat16, 4), (16, torch.float32, 8)])
+def test_scores(bits, dtype, G, device):
+    """No more than twice the error of plain products in the same dtype; and each chunk's statistics are those of its scores."""
+    if device == "cuda":
+        mine, exact, plain, scratch, edge = scored(bits, dtype, G, device, N=70016, D=128, KV=3, C=28)
+    else:
+        mine, exact, plain, scratch, edge = scored(bits, dtype, G, device)
+    rms = lambda x: x.square().mean().sqrt().item()  # noqa: E731
+    assert rms(mine - exact) <= max(2 * rms(plain - exact), 2e-6 * rms(exact))
+    high, total, weighted, mean, spread = (scratch.stats[i][0].view(*mine.shape[:2], -1).double() for i in range(5))
+    for chunk in range(-(-edge // kernels.Scratch.CHUNK)):
+        first, last = (max(0, min(at, mine.shape[-1])) for at in (chunk * kernels.Scratch.CHUNK - 5, (chunk + 1) * kernels.Scratch.CHUNK - 5))
+        x = mine[..., first:last].double() / math.log(2)
+        w = (x - high[..., chunk : chunk + 1]).exp2()
+        for found, expected in ((high, x.amax(-1)), (total, w.sum(-1)), (weighted, (w * x).sum(-1) / w.sum(-1)), (mean, x.mean(-1)), (spread, (x - x.mean(-1, keepdim=True)).square().sum(-1))):
+            torch.testing.assert_close(found[..., chunk], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["spread", "ties", "few", "equal"])
+@pytest.mark.parametrize("K", [1, 50])
+def test_select(kind, K, device):
+    """The K best, ascending, ties to the lowest position, whatever the last step's threshold was; -1 where there are too few."""
+    generator = torch.Generator().manual_seed(K)
+    N, KV, begin = 4096 if device == "cpu" else 131072, 3, 64
+    value = torch.rand(KV, N, generator=generator) ** 9
+    value = {"spread": value, "ties": (value * 20).round() / 20, "few": value, "equal": torch.full_like(value, 0.25)}[kind]
+    key = value.view(torch.int32).clone()  # of numbers that are not negative, the order is that of their bits
+    if kind == "few":
+        key[:, 37:] = -(2**31) + 1
+    scratch = kernels.Scratch((1, KV), 1, N, K, 4, torch.device(device))
+    scratch.importance.copy_(key[None])
+    scratch.peaks.copy_(key.view(KV, -1, scratch.peak).amax(-1)[None])
+    expected = select_tokens(value[:, : 37 if kind == "few" else N], K) + begin
+    for guess in (0, 1, 0x3E800000, 0x7F000000, -5):
+        held = torch.full((1, KV), guess, dtype=torch.int32, device=device)
+        chosen = torch.empty(1, KV, K, dtype=torch.int32, device=device)
+        kernels.select(scratch, begin, chosen, held)
+        count = expected.shape[-1]
+        assert torch.equal(chosen[0, :, :count].cpu().long(), expected) and (chosen[..., count:] == -1).all(), guess
+        if count == K:
+            assert torch.equal((key >= held[0].cpu()[:, None]).sum(-1) >= K, torch.ones(KV, dtype=torch.bool))
 
 
 # ------------------------------------------------------------------------------------------- the sparse layer as a whole
