@@ -429,6 +429,8 @@ class TailorConfig:
     sink: int = 8  # first tokens of sparse layers, always attended
     recent: int = 56  # newest tokens of sparse layers, always attended, up to 63 more
     topk: int = 128  # tokens fetched for each KV head and step
+    left: float = 0.0  # with aggregation "all": fetch only until less than this share of the approximated attention is left; 0: always topk
+    least: int = 64  # with left: fetch no fewer
     channels: int = 28  # critical channels for each KV head
     k_levels: str = "lloyd"  # of quantised keys: "minmax" as in the paper, or "lloyd"
     v_levels: str = "minmax"  # of quantised values
@@ -437,7 +439,7 @@ class TailorConfig:
     row_bits: int = 4  # of the critical channels' rows: 2, 4, 8 or 16
     tail: bool = True  # give unfetched attention mass to the mean value
     tilt: bool = True  # with the tail: let that value follow the query
-    aggregation: str = "mean"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens
+    aggregation: str = "mean"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens; "all": that over sink and window too
     norm: str = "own"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
     prefetch: str = "auto"  # how rows come from the host: "thread" gathers them there, "uva" reads them in place from the GPU; auto: uva where it can
     resident: int = 36  # with uva, channel rows for each KV head and layer that stay on the GPU from step to step; head_dim or more: all of them
@@ -458,7 +460,7 @@ class TailorConfig:
     def __post_init__(self):
         for name, lowest, highest in (
             ("bits", 1, 8), ("group", 8, 1024), ("residual", 0, 2**20), ("sink", 0, 2**20), ("recent", 0, 2**20),
-            ("topk", 0, 2**20), ("channels", 1, 1024), ("centre", 0, 2**20), ("resident", 0, 2**20), ("dense_below", -1, 2**31),
+            ("topk", 0, 2**20), ("left", 0, 1), ("least", 0, 2**20), ("channels", 1, 1024), ("centre", 0, 2**20), ("resident", 0, 2**20), ("dense_below", -1, 2**31),
         ):  # fmt: skip
             if not lowest <= getattr(self, name) <= highest:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be between {lowest} and {highest}")
@@ -466,8 +468,10 @@ class TailorConfig:
             raise ValueError(f"bits is {self.bits} and group {self.group}; bits are {', '.join(map(str, BITS))}, and a group a multiple of 8")
         if 0 < self.resident < self.channels:
             raise ValueError(f"resident is {self.resident} and channels {self.channels}; a step's channels must all find a place, so it is 0 or at least that many")
+        if self.left and self.aggregation != "all":
+            raise ValueError(f"left is {self.left} and aggregation {self.aggregation!r}; a share of all attention is known with aggregation=all")
         levels = ("minmax", "lloyd")
-        for name, choices in (("aggregation", ("authors", "mean")), ("norm", ("previous", "own")), ("prefetch", ("auto", "thread", "uva")), ("k_levels", levels), ("v_levels", levels), ("row_bits", (2, 4, 8, 16))):
+        for name, choices in (("aggregation", ("authors", "mean", "all")), ("norm", ("previous", "own")), ("prefetch", ("auto", "thread", "uva")), ("k_levels", levels), ("v_levels", levels), ("row_bits", (2, 4, 8, 16))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is {' or '.join(map(str, choices))}")
 
@@ -481,7 +485,7 @@ def make_layer(options: TailorConfig, pinner: Pinner | None = None, prefetcher: 
     o = options
     if prefetcher is None:
         return QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre)
-    return SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation == "authors", o.tail, pinner, prefetcher, turn, o.tilt)
+    return SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation, o.tail, pinner, prefetcher, turn, o.tilt, o.left, o.least)
 
 
 class TailorCache(KVCache):

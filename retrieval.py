@@ -16,8 +16,12 @@ For a decode step at layer l,
 The sink is the first `sink` tokens. The window is the newest `recent` tokens, its old end rounded down to a multiple of 64
 (`recent` to `recent + 63` tokens): behind that edge tokens live on the host, and all of them but the sink are candidates.
 
-Where the authors' code differs from the better choice, both are here: `authors` averages the G queries of a group with sign,
-so that opposite heads cancel; otherwise |q| is averaged for channels, and softmaxes over the candidates for tokens.
+Where the authors' code differs from the better choice, both are here. `aggregation` "authors" averages the G queries of a group
+with sign, so that opposite heads cancel; otherwise |q| is averaged for channels, and for tokens the softmaxes, over the candidates
+("mean") or over sink and window too ("all"), so that a head which looks at the window has little say in what is fetched.
+
+With `left` K is a limit: a KV head fetches until less than this share of its approximated attention, sink and window included,
+is left, and no fewer than `least` tokens. Attention that is spread out asks for many, attention on few for few.
 
 Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` head_dim, `C` channels, `K` tokens fetched,
 `M` candidates.
@@ -55,9 +59,27 @@ def approximate_scores(q: Tensor, index: Tensor, rows: Tensor, scale: float) -> 
     return (q @ rows.float()) * scale
 
 
-def importance(scores: Tensor, authors: bool = False) -> Tensor:
-    """How much each candidate matters to a KV head: scores `[B, KV, G, M]` to `[B, KV, M]`, larger is more."""
-    return scores.mean(2) if authors else scores.softmax(-1).mean(2)
+def importance(scores: Tensor, authors: bool = False, near: Tensor | None = None) -> Tensor:
+    """How much each candidate matters to a KV head: scores `[B, KV, G, M]` to `[B, KV, M]`, larger is more.
+
+    near: log-sum-exp of the scores of sink and window, `[B, KV, G, 1]`; then the result is a share of all attention.
+    """
+    if authors:
+        return scores.mean(2)
+    total = scores.logsumexp(-1, keepdim=True)
+    return (scores - (total if near is None else torch.logaddexp(total, near))).exp().mean(2)
+
+
+def needed(shares: Tensor, chosen: Tensor, left: float, least: int) -> Tensor:
+    """Which of the chosen candidates are worth fetching: bool like `chosen [B, KV, K]`, ascending positions of the largest shares.
+
+    Those without which `left` or more of the attention would be left, the largest taken first, ties to the lowest position; and the
+    first `least`. shares: of all attention, `[B, KV, M]`.
+    """
+    share, order = shares.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
+    rest = shares.sum(-1, keepdim=True) - (share.cumsum(-1) - share)  # before each is taken
+    rank = torch.arange(share.shape[-1], device=share.device)
+    return torch.zeros_like(rest, dtype=torch.bool).expand_as(share).scatter(-1, order, (rest >= left) | (rank < least))
 
 
 def select_tokens(scores: Tensor, count: int) -> Tensor:
@@ -165,15 +187,19 @@ class SparseLayer:
     the moments `B * KV * (D + 1) * (Dv + 1) * 8`.
     """
 
-    def __init__(self, sink: int, recent: int, channels: int, topk: int, authors: bool, tail: bool, pinner: Pinner, prefetcher: Prefetcher | ZeroCopy, turn: int, tilt: bool = False):
-        """`turn`: this layer's place among the sparse layers, which decides its row buffer."""
-        self.sink_size, self.recent, self.channels, self.topk, self.authors, self.tail, self.turn = sink, recent, channels, topk, authors, tail, turn
+    def __init__(
+        self, sink: int, recent: int, channels: int, topk: int, aggregation: str, tail: bool, pinner: Pinner, prefetcher: Prefetcher | ZeroCopy, turn: int, tilt: bool = False,
+        left: float = 0.0, least: int = 0,
+    ):  # fmt: skip
+        """`turn`: this layer's place among the sparse layers, which decides its row buffer. For the others see `TailorConfig`."""
+        self.sink_size, self.recent, self.channels, self.topk, self.tail, self.turn = sink, recent, channels, topk, tail, turn
+        self.authors, self.among_all, self.left, self.least = aggregation == "authors", aggregation == "all", left, least
         self.store, self.prefetcher = HostStore(pinner, prefetcher.row_bits), prefetcher
         self.tilt = tilt and tail
         self.ring: Ring | None = None
         self.static: Tensor | None = None  # [KV, C]: channels chosen offline, for the paper's ablation
         self.length = 0
-        self.chosen: Tensor | None = None  # the last step's: index of fetched positions [B, KV, K]
+        self.chosen: Tensor | None = None  # the last step's: index of fetched positions [B, KV, K], -1 where there are fewer
         self.guess: Tensor | None = None  # for the kernels: the last choice's threshold
         self._index: Tensor | None = None  # channels under way
         self.slope: Tensor | None = None  # for the kernels, with `tilt`: the covariance, float32 [B, KV, D, Dv]
@@ -316,12 +342,14 @@ class SparseLayer:
         start, stop = self.sink_size, self.edge(length)
         parts = [[x[:, :, : min(start, length)] for x in self.sink]]
         self.chosen = left_out = None
-        if stop > start and self.topk:
-            self.chosen, left_out = self._choose(layer, q, scale, start, stop)
-            parts.append(self.prefetcher.fetch_tokens(self.store, self.chosen))
         parts.append(self.ring.read(max(start, stop), length) if length > start else [x[:, :, :0] for x in (k, v)])
         keys, values = (torch.cat(x, 2) for x in zip(*parts))
         o, lse = small_attention(q, keys, values, scale)
+        if stop > start and self.topk:
+            self.chosen, left_out = self._choose(layer, q, scale, start, stop, lse)
+            # Heads that need fewer tokens than others get any, and do not look at them.
+            fetched = self.prefetcher.fetch_tokens(self.store, torch.where(self.chosen < 0, stop - 1, self.chosen))
+            o, lse = merge_attention(o, lse, *small_attention(q, *fetched, scale, (self.chosen >= 0).unsqueeze(2)))
         if left_out is not None:
             mean = (self.vsum / (stop - start)).float()  # [B, KV, Dv], for every head of its group
             mean = mean.unsqueeze(2).expand(-1, -1, q.shape[1] // mean.shape[1], -1).reshape(*o.shape)
@@ -362,9 +390,11 @@ class SparseLayer:
         mean = self.moments / count
         return (mean[..., :-1, :-1] - mean[..., :-1, -1:] * mean[..., -1:, :-1]).float()
 
-    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int) -> tuple[Tensor, tuple[Tensor, Tensor | float] | None]:
+    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int, near: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor | float] | None]:
         """Positions `[B, KV, min(K, M)]` of the best candidates among start .. stop - 1, and, with the tail, the log-sum-exp
-        `[B, H, 1]` of the other candidates' approximate scores and the shift of their value `[B, H, 1, Dv]`."""
+        `[B, H, 1]` of the other candidates' approximate scores and the shift of their value `[B, H, 1, Dv]`.
+
+        near: log-sum-exp of the scores of sink and window, `[B, H, 1]`."""
         if stop - start <= self.topk:
             B, KV = self.kmax.shape[:2]
             return torch.arange(start, stop, device=q.device).expand(B, KV, -1).contiguous(), None
@@ -376,12 +406,18 @@ class SparseLayer:
             rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
         scores = approximate_scores(q, self._index, rows[..., start - begin :], scale)
         self.prefetcher.done_with_rows(self.turn)
-        chosen = select_tokens(importance(scores, self.authors), self.topk)
+        shares = importance(scores, self.authors, near.view(*scores.shape[:3], 1) if self.among_all else None)
+        chosen = select_tokens(shares, self.topk)
+        taken = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, chosen, needed(shares, chosen, self.left, self.least) if self.left else True)
+        chosen = torch.where(taken.gather(-1, chosen), chosen + start, -1)
+        if self.left:  # to the end with those that are none, in order
+            chosen = torch.where(chosen < 0, stop, chosen).sort(-1).values[..., : int(taken.sum(-1).max())]
+            chosen = torch.where(chosen == stop, -1, chosen)
         if not self.tail:
-            return chosen + start, None
-        others = scores.scatter(-1, chosen.unsqueeze(2).expand(-1, -1, scores.shape[2], -1), float("-inf"))
+            return chosen, None
+        others = scores.masked_fill(taken.unsqueeze(2), float("-inf"))
         shift = tail_shift(q, scores, others, self.covariance(stop - start), scale) if self.tilt else 0.0
-        return chosen + start, (others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1), shift)
+        return chosen, (others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1), shift)
 
     # -- between calls
 
