@@ -140,6 +140,7 @@ class Undisturbed:
 
     def check(self, cache) -> None:
         """`cache`, whose step was interrupted: the step has not happened, or it has; then all goes on as if nothing had been."""
+        cache.nbytes()  # the program reports it after an interrupt, whatever was half made
         happened = cache.length == self.stop != self.start
         # A load that is given up may have lost what was there before.
         assert happened or cache.length == self.start or (cache.length == 0 and self.step[0] == "load"), f"length {cache.length}"
