@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -22,6 +23,7 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 import attention
 import cache as cache_module
@@ -475,17 +477,25 @@ def flags(checkpoint, *more) -> list[str]:
 
 
 def interrupt_programs(folder: str, argv: list[str], times: int, seed: int) -> list[dict]:
-    """Run generate.py's main in forks, plainly and with --json in turn, and send SIGINT at random moments; the first two go undisturbed."""
+    """Run generate.py's main in forks, plainly and with --json in turn, and send SIGINT at random moments after a mark; the first four go undisturbed."""
     torch.set_num_threads(1)
-    rng, out, err, took, results = random.Random(seed), Path(folder) / "out", Path(folder) / "err", 0.0, []
+    rng, out, err, results = random.Random(seed), Path(folder) / "out", Path(folder) / "err", []
     program.main(argv)  # whatever is imported at first use: interrupting that is testing other people's packages
-    run = program.run
+    # Half of the moments count from the beginning, half from the first token on: a busy machine makes loading long, and would leave few for the answer.
+    marks, took = {"run": program.run, "Sampler": program.Sampler}, {"run": 100.0, "Sampler": 100.0}
 
     def job(began):
         for path, stream in ((out, sys.stdout), (err, sys.stderr)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
         code, start = 1, time.perf_counter()
-        program.run = lambda args: began() and run(args)  # before it nothing takes long
+
+        def reached(*given):
+            nonlocal start
+            start = time.perf_counter()
+            return began() and marks[mark](*given)
+
+        setattr(program, mark, reached)
+        tqdm.set_lock(threading.RLock())  # its own is shared by all forks: one that is interrupted and exits with it would stop those that follow
         try:
             code = program.main(argv + ["--json"] * (i % 2))
         except BaseException:
@@ -497,12 +507,14 @@ def interrupt_programs(folder: str, argv: list[str], times: int, seed: int) -> l
             (Path(folder) / "done").write_text(f"{code} {time.perf_counter() - start}")
             os._exit(0)
 
-    for i in range(-2, times):
+    for i in range(-4, times):
+        mark = ("run", "Sampler")[i // 2 % 2]
         (Path(folder) / "done").unlink(missing_ok=True)
-        if kill(signal.SIGINT, rng.uniform(0, 1.1) * took if i >= 0 else 100.0, job)[0] == "si":
+        if kill(signal.SIGINT, rng.uniform(0, 1.1) * took[mark] if i >= 0 else 100.0, job)[0] == "si":
             continue  # after main
         code, seconds = (Path(folder) / "done").read_text().split()
-        took = max(took, float(seconds)) if i < 0 else took
+        if i < 0:
+            took[mark] = min(took[mark], float(seconds))
         results.append({"json": i % 2 == 1, "code": int(code), "out": out.read_text("utf-8"), "err": err.read_text("utf-8")})
     return results
 
