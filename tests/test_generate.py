@@ -906,6 +906,24 @@ def test_interrupt_outside_a_chat(cli, tiny_chat, monkeypatch):
     assert code == 130 and got["ttft_s"] is None and got["text"] == "" and "Traceback" not in err
 
 
+def test_an_error_that_an_interrupt_brought_about_is_an_interrupt(cli, tiny_chat, monkeypatch):
+    """Ctrl-C inside a lock, or inside PyTorch's `with torch.device(...)`, comes out as a RuntimeError of theirs: exit code 130, no traceback."""
+    for error in (RuntimeError("trying to pop from empty mode stack"), ValueError("x")):
+
+        def prefill(*_, error=error):
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Llama, "prefill", prefill)
+            assert cli("--ckpt", tiny_chat, "--prompt", "x") == (130, "", "")
+    monkeypatch.setattr(Llama, "prefill", raising(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli("--ckpt", tiny_chat, "--prompt", "x")
+
+
 def test_message_that_does_not_fit_does_not_end_the_chat(cli, tiny_chat, loaded):
     """One message too long: a sentence, and the conversation goes on as if it had not been typed."""
     code, out, err = cli("--ckpt", tiny_chat, "--chat", "--max-new-tokens", 12, stdin=f"{MESSAGES[0]}\n{LONG}\nAnd then\n".encode())

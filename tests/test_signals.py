@@ -528,7 +528,7 @@ def test_random_moments_of_the_program(endless, tmp_path):
     whole_json, answered = json.loads(whole_json["out"]), 0
     assert whole_json["stop_reason"] == "length" and whole == whole_json["text"]
     for result in results:
-        if result["code"] and any(words in result["err"] for words in FOREIGN):
+        if result["code"] and FOREIGN[-1] in result["err"]:  # no word of the interrupt: nothing tells it from a bug
             continue
         assert result["code"] in (0, 130) and "Traceback" not in result["err"], result
         if result["json"] and result["out"]:
