@@ -467,7 +467,7 @@ class Emulation(KVCache):
 
 def test_longbench_is_as_far_from_full_as_an_emulation(all_cores):
     """Codes, layout, prefetch and retrieval may each be consistent with themselves and still not be the paper's method."""
-    folder, prompt, steps = embedded.fetch("smollm2"), 1600, 32
+    folder, prompt, steps = embedded.fetch("smollm2"), 616, 24  # a block leaves every window, and one joins the codes, on the way to 640
     subject = common.Subject(Llama.from_checkpoint(folder, dtype=torch.float32), Tokenizer.from_checkpoint(folder), Plan((0,), (None,) * 30))
     ours, theirs = [], []
     for _, ids in fidelity.cut(subject.tokenizer, fidelity.TEXTS, 3, prompt + steps + 1):
@@ -487,7 +487,7 @@ def test_longbench_is_as_far_from_full_as_an_emulation(all_cores):
     mine, emulated = sum(ours) / len(ours), sum(theirs) / len(theirs)
     print(f"KL {mine:.4f}, emulated {emulated:.4f}; by text {ours}, {theirs}")
     assert emulated > 0.02  # the method does something here
-    assert mine == pytest.approx(emulated, rel=0.2)
+    assert mine == pytest.approx(emulated, rel=0.02)  # 1e-5 apart, where no near tie between two tokens falls the other way
 
 
 def test_needles_are_found_by_fetching_and_not_in_the_window(all_cores, capsys):
