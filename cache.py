@@ -20,8 +20,8 @@ import dataclasses
 import glob
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Callable
@@ -219,8 +219,10 @@ class KVCache:
         for stale in path.parent.glob(glob.escape(f".{path.name}.") + "*.tmp"):
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
         # A folder, because safetensors writes to a temporary of its own, of unknown name, beside the file that it is to write.
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        # Its name is chosen before it is made, so that no interrupt comes between the two; nobody else has this name.
+        folder = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
         try:
+            folder.mkdir(0o700)
             save_file(tensors, folder / "whole", metadata={"about": json.dumps(about)})
             with open(folder / "whole", "rb") as file:
                 os.fsync(file.fileno())  # a rename that reaches the disk before its data would leave an empty file after a power cut
@@ -228,7 +230,11 @@ class KVCache:
         except SafetensorError as error:  # its own word for a full disk
             raise OSError(f"cannot write {path}: {error}") from None
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                _discard(folder)
+            except KeyboardInterrupt:  # one that came only now
+                _discard(folder)
+                raise
 
     def load(self, path: str | Path) -> tuple[dict[str, Tensor], dict]:
         """Fill this cache from a file that `save` wrote, and return what the caller stored: `(extra, meta)`.
@@ -1046,6 +1052,14 @@ def make_cache(spec: str, config, device: str | torch.device = "cpu", capacity: 
     if cls is TailorCache:
         return cls(config, plan, options, device, capacity)
     return cls(config, options, device, capacity)
+
+
+def _discard(folder: Path) -> None:
+    """Remove a folder of files, or what is left of it. Not by shutil, which closes a file twice if an interrupt comes right after the first time."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(folder / name)
+        os.rmdir(folder)
 
 
 def _read_saved(path: str | Path) -> tuple[dict, dict[str, Tensor]]:

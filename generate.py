@@ -651,6 +651,25 @@ def run(args) -> int:
         return 0 if finished else 130
 
 
+def interrupted(error: BaseException | None) -> bool:
+    """Did Ctrl-C bring this error about? Inside a package (a lock, PyTorch's stack of modes) it may come out as an error of the package's own."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
+
+
+def failed(error: Exception) -> int:
+    """One sentence for an error that the user can do something about, and the exit code 2; any other is raised again."""
+    if isinstance(error, (ValueError, OSError, MemoryError, torch.OutOfMemoryError)):
+        sentence = (str(error).splitlines() or [type(error).__name__])[0]
+    elif isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # how PyTorch says on a CPU that memory is out
+        sentence = "out of memory; lower --ctx or --max-new-tokens, or choose a smaller dtype, model or cache"
+    else:
+        raise error
+    print(f"generate.py: error: {sentence}", file=sys.stderr)
+    return 2
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     warnings.showwarning = lambda message, *_: print(f"generate.py: warning: {message}", file=sys.stderr)
@@ -662,14 +681,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our stdout left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"generate.py: error: {(str(error).splitlines() or [type(error).__name__])[0]}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # how PyTorch says on a CPU that memory is out
-            raise
-        print("generate.py: error: out of memory; lower --ctx or --max-new-tokens, or choose a smaller dtype, model or cache", file=sys.stderr)
-        return 2
+    except Exception as error:
+        return 130 if interrupted(error) else failed(error)
     except KeyboardInterrupt:
         return 130
 

@@ -504,8 +504,8 @@ class Prefetcher:
         self.blocks = whole_chunks(max(positions // BLOCK, self.blocks * 9 // 8))
         self.scratch = None
         if kernels.usable(self.device):
-            self._index = [torch.empty(*head, channels, dtype=torch.int32, device=self.device) for _ in range(2)]
             self._place = torch.arange(channels, dtype=torch.int32, device=self.device).expand(*head, -1).contiguous()
+            self._index = [torch.empty(*head, channels, dtype=torch.int32, device=self.device) for _ in range(2)]
         shapes = [(kind, (*head, channels, self.blocks * each)) for kind, each in row_planes(self.row_bits, dtype)]
         self.rows = []  # the old ones are freed first
         self.rows = [[torch.empty(shape, dtype=kind, device=self.device) for kind, shape in shapes] for _ in range(2)]
@@ -688,7 +688,6 @@ class ZeroCopy:
         slots = min(max(self.resident, channels), D) if self.resident else channels
         self.planes, self.scratch = [], None  # the old ones are freed first
         held = [[torch.empty(*head, slots, self.blocks * each, dtype=kind, device=device) for kind, each in row_planes(self.row_bits, like_k.dtype)] for _ in range(n if self.resident else 2)]
-        self.planes = [held[turn % len(held)] for turn in range(n)]
         ints = {"dtype": torch.int32, "device": device}
         self._index, self._slot, self._missing = ([torch.empty(*head, channels, **ints) for _ in range(n)] for _ in range(3))
         self._held, self._stamp = [None] * n, [None] * n
@@ -700,6 +699,7 @@ class ZeroCopy:
         else:
             self._slot = [None] * n  # row i is the i-th channel's
         self._written = [Event(device) for _ in range(n)]
+        self.planes = [held[turn % len(held)] for turn in range(n)]  # last: who sees them finds the others too, whenever an interrupt came
         return True
 
     def settle(self, stores: list[HostStore], begin: int, stop: int) -> None:

@@ -224,12 +224,13 @@ class QuantLayer:
         """Make room for `tokens` tokens like k and v `[B, KV, *, D]`; True if a buffer moved."""
         moved = self.ring is None
         if moved:
-            self.ring = Ring(k, v, max(self.residual + self.SLACK, self.centre) + self.group)
+            ring = Ring(k, v, max(self.residual + self.SLACK, self.centre) + self.group)
             self.codes, self.ranges = [None, None], [None, None]  # for K and V
             self.sums: Tensor | None = None  # [B, KV, P, Dv]: of V - decoded V, a block
             if self.correct or self.centre:
                 self.mean = v.new_zeros(*v.shape[:2], 1, v.shape[3], dtype=torch.float32)  # that was subtracted
                 self.shift = torch.zeros_like(self.mean)  # that decoded values lack
+            self.ring = ring  # last: who sees it finds the others too, whenever an interrupt came
         blocks = -(-tokens // self.group)
         if blocks * self.group > self.capacity:
             head, g, D, Dv = k.shape[:2], self.group, k.shape[3], v.shape[3]
@@ -382,7 +383,7 @@ class QuantLayer:
         sums = [x for x in (self.sums, self.mean, self.shift) if x is not None] if self.correct or self.centre else []
         return {
             "quantised values' means": sum(x.nbytes for x in sums),
-            "quantised codes": sum(held.nbytes for held in self.codes),
-            "quantised ranges": sum(held.nbytes for held in self.ranges),
+            "quantised codes": sum(held.nbytes for held in self.codes if held is not None),
+            "quantised ranges": sum(held.nbytes for held in self.ranges if held is not None),
             "quantised tail": self.ring.k.nbytes + self.ring.v.nbytes,
         }

@@ -224,14 +224,15 @@ class SparseLayer:
         """Make room for `tokens` tokens like k and v `[B, KV, *, D]`; True if a GPU buffer moved."""
         moved = self.ring is None
         if moved:
-            self.ring = Ring(k, v, -(-self.recent // BLOCK) * BLOCK + BLOCK)
+            ring = Ring(k, v, -(-self.recent // BLOCK) * BLOCK + BLOCK)
             self.sink = [x.new_zeros(*x.shape[:2], self.sink_size, x.shape[3]) for x in (k, v)]
             self.kmax = k.new_zeros(*k.shape[:2], k.shape[3])
             # float64, so that the order in which blocks arrive does not show in the mean.
             self.vsum = v.new_zeros(*v.shape[:2], v.shape[3], dtype=torch.float64) if self.tail else None
             if self.tilt:
                 self.moments = v.new_zeros(*v.shape[:2], k.shape[3] + 1, v.shape[3] + 1, dtype=torch.float64)
-                self.ring.companions = [self.moments]
+                ring.companions = [self.moments]
+            self.ring = ring  # last: who sees it finds the others too, whenever an interrupt came
         self.store.reserve(self.edge(tokens), k, v, exact)
         return moved
 

@@ -510,7 +510,11 @@ def seconds_of_a_product(dtype):
 
 
 def test_smollm2_has_one_dense_layer_on_any_text():
-    """The paper's finding, on a real model: layer 0 alone is above tau, for an article, a poem, a play and a speech."""
+    """The paper's finding, on a real model: layer 0 alone is above tau, for an article, a poem, a play and a speech.
+
+    The article goes through all layers, the others through the first eight, which do not depend on those that follow: the four layers
+    nearest to tau are there (1 and 2 reach 0.19, 7 reaches 0.16), and none behind them has more than 0.14 on any of the texts.
+    """
     folder = embedded.fetch("smollm2")
     tokenizer = Tokenizer.from_checkpoint(folder)
     play, speech = ((embedded.ASSETS / name).read_text(encoding="utf-8") for name in ("hamlet.txt", "areopagitica.txt"))
@@ -520,9 +524,12 @@ def test_smollm2_has_one_dense_layer_on_any_text():
     model = Llama.from_checkpoint(folder, dtype=min((torch.bfloat16, torch.float32), key=seconds_of_a_product))
     torch.set_num_threads(os.cpu_count())
     try:
-        plans = [classify(model, text) for text in texts]
+        plans = [classify(model, texts[0])]
+        model.layers, model.config = model.layers[:8], dataclasses.replace(model.config, num_hidden_layers=8)
+        plans += [classify(model, text) for text in texts[1:]]
     finally:
         torch.set_num_threads(1)
+    assert [len(plan.scores) for plan in plans] == [30, 8, 8, 8]
     for plan in plans:
         assert plan.k == 204 and plan.quantised == (0,) and plan.scores[0] > 0.45, plan
 

@@ -467,10 +467,10 @@ class Emulation(KVCache):
 
 def test_longbench_is_as_far_from_full_as_an_emulation(all_cores):
     """Codes, layout, prefetch and retrieval may each be consistent with themselves and still not be the paper's method."""
-    folder, prompt, steps = embedded.fetch("smollm2"), 1600, 32
+    folder, prompt, steps = embedded.fetch("smollm2"), 616, 24  # a block leaves every window, and one joins the codes, on the way to 640
     subject = common.Subject(Llama.from_checkpoint(folder, dtype=torch.float32), Tokenizer.from_checkpoint(folder), Plan((0,), (None,) * 30))
     ours, theirs = [], []
-    for _, ids in fidelity.cut(subject.tokenizer, fidelity.TEXTS, 3, prompt + steps + 1):
+    for _, ids in fidelity.cut(subject.tokenizer, fidelity.TEXTS, 2, prompt + steps + 1):
         emulation = Emulation(subject.model.config)
         subject.model.prefill(torch.tensor([ids[:prompt]]), emulation)
 
@@ -487,14 +487,14 @@ def test_longbench_is_as_far_from_full_as_an_emulation(all_cores):
     mine, emulated = sum(ours) / len(ours), sum(theirs) / len(theirs)
     print(f"KL {mine:.4f}, emulated {emulated:.4f}; by text {ours}, {theirs}")
     assert emulated > 0.02  # the method does something here
-    assert mine == pytest.approx(emulated, rel=0.2)
+    assert mine == pytest.approx(emulated, rel=0.02)  # 1e-5 apart, where no near tie between two tokens falls the other way
 
 
 def test_needles_are_found_by_fetching_and_not_in_the_window(all_cores, capsys):
     """The whole chain on the real model: a wrong turn anywhere (rotation of a later turn, crop, fetch) loses the number."""
     specs = ["full", "tailor:preset=longbench", "tailor:topk=0,sink=64,recent=128"]
-    found = object_from(capsys, needles, ["--lengths", "1k", "--questions", "4", "--facts", "4", "--cache", ",".join(specs)])
+    found = object_from(capsys, needles, ["--lengths", "1k", "--questions", "3", "--facts", "3", "--cache", ",".join(specs)])
     full, method, window = found["results"]
-    assert found["quantised_layers"] == [0] and full["right"] == full["full_right"] == 4
-    assert method["of_full"] >= 3 and method["kl"] < 0.3
+    assert found["quantised_layers"] == [0] and full["right"] == full["full_right"] == 3
+    assert method["of_full"] == 3 and method["kl"] < 0.3
     assert window["right"] == 0 and window["kl"] > 1

@@ -132,7 +132,18 @@ def test_select(kind, K, device):
 # ------------------------------------------------------------------------------------------- the sparse layer as a whole
 
 
+DRIVEN = {}
+
+
 def drive(device, setting, plan=(0,), **shape):
+    """What `driven` returns, made once for several tests: read only."""
+    key = (device, setting, plan, *sorted(shape.items()), kernels.FORCE)
+    if key not in DRIVEN:
+        DRIVEN[key] = driven(device, setting, plan, **shape)
+    return DRIVEN[key]
+
+
+def driven(device, setting, plan, **shape):
     """Outputs of a prompt, decode steps, a crop, a turn and more steps across a block's edge; and the state at the end. Fewer of all in the interpreter."""
     n, steps, calls = (300, 8, [("turn", 90), ("decode", 3), ("crop", 320), ("decode", 66)]) if device == "cuda" else (182, 2, [("crop", 183), ("turn", 6), ("decode", 2)])
     driver = Driver(n=1400, **({} if device == "cuda" else {"L": 2, "KV": 1}) | shape)

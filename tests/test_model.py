@@ -155,6 +155,20 @@ def test_logits_with_sdpa_reference(family):
         close(model.prefill(ids, FullCache(model.config)), theirs(ids).logits[:, -1])
 
 
+def test_logits_after_thousands_of_tokens(family):
+    """Twelve of the chunks that are really used, positions of four digits: a scratch buffer reused too early, an angle in too few bits."""
+    folder, theirs = family("llama3.1")
+    theirs = copy.deepcopy(theirs)
+    theirs.set_attn_implementation("sdpa")
+    model, cache = Llama.from_checkpoint(folder), FullCache(theirs.config)
+    ids = torch.randint(0, theirs.config.vocab_size, (1, 6010), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        logits = theirs(ids, logits_to_keep=11).logits
+    close(model.prefill(ids[:, :6000], cache), logits[:, 0])
+    for t in range(10):
+        close(model.decode(ids[:, 6000 + t : 6001 + t], cache), logits[:, t + 1])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_error_is_no_larger_than_the_references(pair, family, dtype):
     """A step done in 16 bits that must not be (norms, rotary angles, softmax): twice the reference's own error is the limit."""

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -22,6 +23,7 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 
 import attention
 import cache as cache_module
@@ -140,6 +142,7 @@ class Undisturbed:
 
     def check(self, cache) -> None:
         """`cache`, whose step was interrupted: the step has not happened, or it has; then all goes on as if nothing had been."""
+        cache.nbytes()  # the program reports it after an interrupt, whatever was half made
         happened = cache.length == self.stop != self.start
         # A load that is given up may have lost what was there before.
         assert happened or cache.length == self.start or (cache.length == 0 and self.step[0] == "load"), f"length {cache.length}"
@@ -269,6 +272,23 @@ def test_every_point_of_a_load_and_of_a_close(kind, length, tmp_path):
     for before in ([], [("prefill", AGES), ("decode",)]):
         for step in (("load", tmp_path / "c"), ("close",)):
             interrupt_everywhere(Undisturbed(kind, before, step), 5, usable if step[0] == "load" else lambda *_: None)
+
+
+def test_every_point_of_a_save(tmp_path):
+    """Ctrl-C right after the temporary is made, or while it is removed, leaves a hidden gigabyte behind."""
+    path = tmp_path / "c"
+    with make("(0,)") as cache:
+        do(cache, ("prefill", 150))
+        cache.save(path)
+        before, counter = path.read_bytes(), Interrupter()
+        counter.run(lambda: cache.save(path, {"ids": torch.arange(9)}, {"note": "new"}))
+        after = path.read_bytes()
+        assert "_discard" in {point[1] for point in counter.points} and before != after
+        for at in sampled(counter.points, 7):
+            path.write_bytes(before)
+            tracer = Interrupter(at)
+            assert tracer.run(lambda: cache.save(path, {"ids": torch.arange(9)}, {"note": "new"}))
+            assert os.listdir(tmp_path) == ["c"] and path.read_bytes() in (before, after), tracer.points[-1]
 
 
 def test_an_interrupted_call_changes_the_epoch():
@@ -421,6 +441,8 @@ def kill_saves(folder: str, times: int, seed: int) -> list[dict]:
         moment = rng.uniform(-0.2, 1.3) * took
         new = 1 - held
         got, _ = kill(number, max(moment, -0.003), lambda began: began() and caches[new].save(target, extras[new]) or 0)
+        if moment > 0:  # a busy machine makes a save take longer or shorter than it did: keep about a third of the moments behind its end
+            took *= 0.9 if "d" in got else 1.05
         content = target.read_bytes()
         loaded, extra, _ = load_cache(target, driver.config)
         outcome = {"signal": number.name, "got": got, "content": "old" if content == contents[held] else "new" if content == contents[new] else "torn"}
@@ -443,10 +465,10 @@ def test_random_kills_of_a_save(tmp_path):
     assert all(outcome["content"] != "torn" and outcome["loads"] for outcome in outcomes)
     assert {outcome["content"] for outcome in stages["before"]} == {"old"} and {outcome["content"] for outcome in stages["after"]} == {"new"}
     assert len(stages["before"]) >= 3 and len(stages["during"]) >= 20 and len(stages["after"]) >= 3
-    # A Ctrl-C takes its temporary along, but for a few microseconds around its creation; what a kill leaves, the next save removes.
+    # A Ctrl-C takes its temporary along; what a kill leaves, the next save removes.
     assert all(outcome.get("left", 0) == 0 for outcome in outcomes)
     left = {name: [outcome for outcome in outcomes if outcome["temporaries"] and outcome["signal"] == name] for name in ("SIGINT", "SIGKILL")}
-    assert len(left["SIGINT"]) <= 1 and len(left["SIGKILL"]) >= 5
+    assert not left["SIGINT"] and len(left["SIGKILL"]) >= 5
 
 
 # ----------------------------------------------------------------------------------------------------------- the program
@@ -474,17 +496,25 @@ def flags(checkpoint, *more) -> list[str]:
 
 
 def interrupt_programs(folder: str, argv: list[str], times: int, seed: int) -> list[dict]:
-    """Run generate.py's main in forks, plainly and with --json in turn, and send SIGINT at random moments; the first two go undisturbed."""
+    """Run generate.py's main in forks, plainly and with --json in turn, and send SIGINT at random moments after a mark; the first four go undisturbed."""
     torch.set_num_threads(1)
-    rng, out, err, took, results = random.Random(seed), Path(folder) / "out", Path(folder) / "err", 0.0, []
+    rng, out, err, results = random.Random(seed), Path(folder) / "out", Path(folder) / "err", []
     program.main(argv)  # whatever is imported at first use: interrupting that is testing other people's packages
-    run = program.run
+    # Half of the moments count from the beginning, half from the first token on: a busy machine makes loading long, and would leave few for the answer.
+    marks, took = {"run": program.run, "Sampler": program.Sampler}, {"run": 100.0, "Sampler": 100.0}
 
     def job(began):
         for path, stream in ((out, sys.stdout), (err, sys.stderr)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream.fileno())
         code, start = 1, time.perf_counter()
-        program.run = lambda args: began() and run(args)  # before it nothing takes long
+
+        def reached(*given):
+            nonlocal start
+            start = time.perf_counter()
+            return began() and marks[mark](*given)
+
+        setattr(program, mark, reached)
+        tqdm.set_lock(threading.RLock())  # its own is shared by all forks: one that is interrupted and exits with it would stop those that follow
         try:
             code = program.main(argv + ["--json"] * (i % 2))
         except BaseException:
@@ -496,12 +526,14 @@ def interrupt_programs(folder: str, argv: list[str], times: int, seed: int) -> l
             (Path(folder) / "done").write_text(f"{code} {time.perf_counter() - start}")
             os._exit(0)
 
-    for i in range(-2, times):
+    for i in range(-4, times):
+        mark = ("run", "Sampler")[i // 2 % 2]
         (Path(folder) / "done").unlink(missing_ok=True)
-        if kill(signal.SIGINT, rng.uniform(0, 1.1) * took if i >= 0 else 100.0, job)[0] == "si":
+        if kill(signal.SIGINT, rng.uniform(0, 1.1) * took[mark] if i >= 0 else 100.0, job)[0] == "si":
             continue  # after main
         code, seconds = (Path(folder) / "done").read_text().split()
-        took = max(took, float(seconds)) if i < 0 else took
+        if i < 0:
+            took[mark] = min(took[mark], float(seconds))
         results.append({"json": i % 2 == 1, "code": int(code), "out": out.read_text("utf-8"), "err": err.read_text("utf-8")})
     return results
 
@@ -515,7 +547,7 @@ def test_random_moments_of_the_program(endless, tmp_path):
     whole_json, answered = json.loads(whole_json["out"]), 0
     assert whole_json["stop_reason"] == "length" and whole == whole_json["text"]
     for result in results:
-        if result["code"] and any(words in result["err"] for words in FOREIGN):
+        if result["code"] and FOREIGN[-1] in result["err"]:  # no word of the interrupt: nothing tells it from a bug
             continue
         assert result["code"] in (0, 130) and "Traceback" not in result["err"], result
         if result["json"] and result["out"]:
@@ -537,17 +569,19 @@ def start(*arguments) -> subprocess.Popen:
     return subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def test_real_processes_end_with_130(endless):
+def test_real_processes_end_with_130(endless, tmp_path):
     """What the shell sees: exit code 130, the text so far, the summary; with --json one object; while loading, nothing at all."""
     answer = flags(endless, "--max-new-tokens", 50_000, "--ctx", "100k")
-    plain, as_json, loading = start(*answer), start(*answer, "--json"), start(*answer)
+    prefilled, deadline = tmp_path / "c", time.monotonic() + 120
+    plain, as_json, loading = start(*answer), start(*answer, "--json", "--save-cache", prefilled), start(*answer)
     try:
         assert "--ctx" in loading.stderr.readline()  # a warning, and then the tokenizer and the weights are read
         loading.send_signal(signal.SIGINT)
         first = plain.stdout.read(20)
         plain.send_signal(signal.SIGINT)
-        as_json.stderr.readline()
-        time.sleep(1)
+        while not prefilled.exists() and time.monotonic() < deadline:  # it prints nothing before it ends
+            time.sleep(0.02)
+        time.sleep(0.2)
         as_json.send_signal(signal.SIGINT)
         outputs = [child.communicate(timeout=60) for child in (plain, as_json, loading)]
     finally:
@@ -557,4 +591,5 @@ def test_real_processes_end_with_130(endless):
     (out, err), (json_out, json_err), quiet = outputs
     assert out.endswith("\n") and "; interrupt\n" in err and "first token after" in err and "Traceback" not in err + json_err
     got = json.loads(json_out)
-    assert got["stop_reason"] == "interrupt" and got["text"].startswith(first) and quiet == ("", "")
+    both = min(len(first), len(text := got["text"].rstrip("\ufffd")))
+    assert got["stop_reason"] == "interrupt" and text[:both] == first[:both] and quiet == ("", "")

@@ -132,12 +132,12 @@ def test_short_sequences_are_bitwise_the_full_cache(G, D, prompt):
         assert cache.options.dense == 104 and cache.dense is not None
 
 
-@pytest.mark.parametrize("aggregation", ["mean", "authors"])
 @pytest.mark.parametrize("prompt", [1, 103, 104, 105, 127, 128, 129, 300])
 @pytest.mark.parametrize("G, D", [(1, 80), (3, 64)])
-def test_fetching_every_candidate_is_exact(G, D, prompt, aggregation):
+def test_fetching_every_candidate_is_exact(G, D, prompt):
     """A token lost or attended twice between sink, candidates and window shows as a difference from dense attention."""
-    model, ids = tiny(G, D), tokens(360)
+    aggregation = ("mean", "authors")[(prompt + G // 3) % 2]  # each with both shapes, and with prompts on both sides of an edge
+    model, ids = tiny(G, D), tokens(max(260, prompt + 20))  # blocks leave the window at 120, 184, 248 and 312
     full = teacher_forced(model, FullCache(model.config), ids, prompt)
     with TailorCache(model.config, (), options(topk=4000, dense_below=60, aggregation=aggregation)) as cache:
         assert (teacher_forced(model, cache, ids, prompt) - full).abs().max() < 2e-4
@@ -410,11 +410,11 @@ def test_nbytes_is_the_account(plan, n, decoded, bits, D, B, better):
 
 def test_gpu_part_stays_bounded_while_text_grows():
     """A buffer per generated token on the GPU is what the method is there to avoid."""
-    driver = Driver(L=2, KV=1, G=1, D=8, n=4200)
+    driver = Driver(L=2, KV=1, G=1, D=8, n=2400)  # two whole chunks of rows, and a third
     with TailorCache(driver.config, (), options(dense_below=0)) as cache:
         driver.call(cache, 200)
         parts = None
-        for _ in range(3900):
+        for _ in range(2150):
             driver.call(cache, 1, decode=True)
             gpu = dict(cache.nbytes()["gpu"])
             assert gpu.pop("critical rows", 0) <= 2 * 6 * (cache.length * 1.15 + 400 + 1024) * 4  # whole chunks
@@ -423,7 +423,7 @@ def test_gpu_part_stays_bounded_while_text_grows():
         # What left the window is on the host, and at most 4 % of the host's slabs stand empty.
         stored = sum(slab.size for slab in cache.layers[0].store.slabs)
         assert cache.layers[0].edge(cache.length) <= stored <= cache.length * 1.04 + 256
-        assert torch.equal(torch.cat([slab.k for slab in cache.layers[1].store.slabs], 2)[:, :, :3900], driver.k[1][:, :, :3900])
+        assert torch.equal(torch.cat([slab.k for slab in cache.layers[1].store.slabs], 2)[:, :, :2150], driver.k[1][:, :, :2150])
 
 
 # ------------------------------------------------------------------------------------------------------------ the choice
@@ -516,7 +516,7 @@ def test_slow_copies_change_nothing(monkeypatch, plan):
             monkeypatch.setattr(offload.HostStore, "gather_channels", lambda *a: (time.sleep(next(delays)), gather(*a)))
         with TailorCache(driver.config, plan, options()) as cache:
             driver.call(cache, 300)
-            outputs.append(torch.cat([driver.call(cache, 1, decode=True) for _ in range(90)], 3))
+            outputs.append(torch.cat([driver.call(cache, 1, decode=True) for _ in range(40)], 3))  # a block leaves at 312
     assert torch.equal(*outputs)
 
 
