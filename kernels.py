@@ -802,29 +802,31 @@ class Scratch:
 
     Attributes:
         scores: float32 `[B, H, N]`, times log2(e); minus infinity where there is no candidate; in `_place`'s order, which `bits` decides.
-        stats: `[5, B, H, N / CHUNK]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
-            mean, and the sum of squares around it.
+        stats: `[5, B, H, N / CHUNK + near]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
+            mean, and the sum of squares around it; behind them the first two of each of `near` blocks of sink and window.
+        mass: float32 `[B, KV]`, the candidates' share of all attention, a mean over the group.
         importance: `[B, KV, N]` as `ordered` integers; peaks: its maximum over each `PEAK` positions.
         blocks: int32 `[B, KV, K or more]`, the peaks that are looked under, for the largest K of any layer.
     """
 
     CHUNK = 1024
 
-    def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, bits: int, device: torch.device):
+    def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, bits: int, device: torch.device, near: int = 0):
         B, KV = head
         N = -(-positions // self.CHUNK) * self.CHUNK
-        self.positions, self.bits = N, bits
+        self.positions, self.bits, self.near = N, bits, near
         wide = 2 ** math.ceil(math.log2(max(topk, 1)))
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
         self.peak = min(256, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
         self.scores = torch.empty(B, KV * G, N, dtype=torch.float32, device=device)
-        self.stats = torch.empty(5, B, KV * G, N // self.CHUNK, dtype=torch.float32, device=device)
+        self.stats = torch.empty(5, B, KV * G, N // self.CHUNK + near, dtype=torch.float32, device=device)
+        self.mass = torch.empty(B, KV, dtype=torch.float32, device=device)
         self.importance = torch.empty(B, KV, N, dtype=torch.int32, device=device)
         self.peaks = torch.empty(B, KV, N // self.peak, dtype=torch.int32, device=device)
         self.blocks = torch.empty(B, KV, wide, dtype=torch.int32, device=device)
 
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.scores, self.stats, self.importance, self.peaks, self.blocks))
+        return sum(x.nbytes for x in (self.scores, self.stats, self.mass, self.importance, self.peaks, self.blocks))
 
 
 @triton.jit
@@ -905,17 +907,45 @@ def _fold(x, PER: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
+def _near(q, sink_k, ring_k, stats, stat, slots, chunk, tile, pos, scale, sink, ring, edge, head, D, G: tl.constexpr, GN: tl.constexpr, BLOCK_D: tl.constexpr, SINK_TILES: tl.constexpr, NATIVE: tl.constexpr):
+    """The largest score, and the sum of exponentials, of 64 tokens of sink or window."""
+    g = tl.arange(0, GN)
+    i = tl.arange(0, 64)
+    d = tl.arange(0, BLOCK_D)
+    length = tl.load(pos).to(tl.int32) + 1
+    from_sink = tile < SINK_TILES
+    p = tl.where(from_sink, tile * 64, tl.maximum(edge.to(tl.int32), sink) + (tile - SINK_TILES) * 64) + i
+    valid = p < tl.where(from_sink, tl.minimum(sink, length), length)
+    rows, held = tl.where(from_sink, sink, ring), tl.where(from_sink, p, p % ring)
+    base = sink_k if from_sink else ring_k
+    k = tl.load(base + (head * rows + held)[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    x = tl.load(q + (head * G + g)[None, :] * D + d[:, None], mask=(g < G)[None, :] & (d < D)[:, None], other=0.0)
+    if not NATIVE:
+        k, x = k.to(tl.float32), x.to(tl.float32)
+    s = tl.where(valid[:, None], tl.dot(k, x, input_precision="ieee") * (scale * LOG2E), float("-inf"))
+    high = tl.max(s, 0)
+    total = tl.sum(tl.exp2(s - tl.where(high == float("-inf"), 0.0, high)[None, :]), 0)
+    at = stats + (head * G + g) * slots + chunk
+    tl.store(at, high, mask=g < G)
+    tl.store(at + stat, total, mask=g < G)
+
+
+@triton.jit
 def _scores_kernel(
-    q, index, slot, codes, ranges, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads,
-    C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    q, index, slot, codes, ranges, sink_k, ring_k, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads, slots, ring,
+    GN: tl.constexpr, BLOCK_D: tl.constexpr, NEAR: tl.constexpr, SINK_TILES: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
     edge = _edge(pos, recent)
     group = tl.arange(0, GP)
     chunks = N // CHUNK
-    stats += (head * G + group) * chunks + chunk
-    stat = heads.to(tl.int64) * chunks  # from one kind to the next
+    stat = heads.to(tl.int64) * slots  # from one kind to the next
+    if NEAR:
+        if chunk >= chunks:
+            _near(q, sink_k, ring_k, stats, stat, slots, chunk, chunk - chunks, pos, scale, sink, ring, edge, head, D, G, GN, BLOCK_D, SINK_TILES, NATIVE)
+            return
+    stats += (head * G + group) * slots + chunk
     if begin + chunk * CHUNK >= edge:
         tl.store(stats, float("-inf"), mask=group < G)
         tl.store(stats + stat, 0.0, mask=group < G)
@@ -998,10 +1028,10 @@ def _scores_kernel(
 
 
 @triton.jit
-def _totals(stats, stat, rows, real, chunks, CHUNKS: tl.constexpr):
-    """Base-2 logarithm of the sum of the exponentials over all chunks, of each of some heads; -inf if there is no candidate."""
+def _totals(stats, stat, rows, real, slots, count, CHUNKS: tl.constexpr):
+    """Base-2 logarithm of the sum of the exponentials over the first `count` of each row's slots, for some heads; -inf if there is nothing."""
     i = tl.arange(0, CHUNKS)
-    at, mask = stats + rows[:, None] * chunks + i[None, :], real[:, None] & (i < chunks)[None, :]
+    at, mask = stats + rows[:, None] * slots + i[None, :], real[:, None] & (i < count)[None, :]
     high = tl.load(at, mask=mask, other=float("-inf"))
     sums = tl.load(at + stat, mask=mask, other=0.0)
     top = tl.max(high, 1)
@@ -1009,10 +1039,10 @@ def _totals(stats, stat, rows, real, chunks, CHUNKS: tl.constexpr):
     return safe + tl.log2(tl.sum(tl.exp2(high - safe[:, None]) * sums, 1))
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["slots"])
 def _importance_kernel(
-    scores, stats, importance, peaks, pos, begin, recent, N, chunks, heads,
-    G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
+    scores, stats, importance, peaks, mass, pos, begin, recent, N, slots, heads,
+    NEAR: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
@@ -1024,7 +1054,12 @@ def _importance_kernel(
     n = part * CHUNK + tl.arange(0, CHUNK)
     place = _place(n, BITS, CHUNK)
     g = tl.arange(0, GP)
-    totals = _totals(stats, heads.to(tl.int64) * chunks, head * G + g, g < G, chunks, CHUNKS)
+    stat = heads.to(tl.int64) * slots
+    totals = _totals(stats, stat, head * G + g, g < G, slots, slots, CHUNKS)  # with sink and window where they are there
+    if NEAR:
+        if part == 0:
+            own = _totals(stats, stat, head * G + g, g < G, slots, N // CHUNK, CHUNKS)
+            tl.store(mass + head, tl.sum(tl.where(g < G, tl.exp2(own - totals), 0.0), 0) / G)
     value = tl.zeros([CHUNK], tl.float32)
     nothing = n < 0
     for i in tl.static_range(G):
@@ -1085,7 +1120,10 @@ def _keep(x, n, into, count, limit, low, first, second):
 
 
 @triton.jit
-def _select_kernel(importance, peaks, blocks, chosen, guess, begin, K, N, PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr):
+def _select_kernel(
+    importance, peaks, blocks, chosen, guess, mass, pos, begin, sink, recent, left, least, K, N,
+    PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, ENOUGH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
     c = tl.arange(0, 8)
@@ -1106,13 +1144,44 @@ def _select_kernel(importance, peaks, blocks, chosen, guess, begin, K, N, PEAK: 
     y = tl.load(importance + head * N + n, mask=block >= 0, other=NOTHING)
     low = _keep(y, begin + n, chosen + head * K, K, K, low, low + 2**18, low + 2**21)
     tl.store(guess + head, low)
+    if ENOUGH:
+        tl.debug_barrier()
+        if _edge(pos, recent) - sink > K:
+            _enough(importance + head * N - begin, chosen + head * K, tl.load(mass + head), left, least, K, KP)
 
 
-def score(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, authors: bool, scratch: Scratch) -> None:
+@triton.jit
+def _enough(shares, chosen, mass, left, least, K, KP: tl.constexpr):
+    """`retrieval.needed`: of the chosen positions keep those without which `left` or more of the attention would be left; ascending, then -1."""
+    i = tl.arange(0, KP)
+    p = tl.load(chosen + i, mask=i < K, other=-1)
+    key = tl.load(shares + p, mask=p >= 0, other=NOTHING)
+    before = tl.zeros([KP], tl.float32)  # the mass of those that matter more
+    rank = tl.zeros([KP], tl.int32)
+    for start in range(0, KP, 16):
+        j = start + tl.arange(0, 16)
+        other = tl.load(chosen + j, mask=j < K, other=-1)
+        theirs = tl.load(shares + other, mask=other >= 0, other=NOTHING)
+        ahead = (theirs[None, :] > key[:, None]) | ((theirs[None, :] == key[:, None]) & (j[None, :] < i[:, None]))
+        share = tl.where(other >= 0, theirs.to(tl.float32, bitcast=True), 0.0)  # shares are positive, and their order that of their bits
+        before += tl.sum(tl.where(ahead, share[None, :], 0.0), 1)
+        rank += tl.sum(ahead.to(tl.int32), 1)
+    keep = (p >= 0) & ((mass - before >= left) | (rank < least))
+    place = tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.debug_barrier()
+    tl.store(chosen + i, -1, mask=i < K)
+    tl.debug_barrier()
+    tl.store(chosen + place, p, mask=keep)
+
+
+def score(
+    q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, authors: bool, scratch: Scratch, near: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Score all candidates by the critical channels, and how much each matters to its KV head, into `scratch`.
 
     Args:
         q: the true query `[B, H, 1, D]`. pos: int64 `[1]`. scale: of the exact scores. sink, recent, authors: see `retrieval`.
+        near: K of sink and ring, `[B, KV, sink, D]` and `[B, KV, slots, D]`, if they count as well (`scratch` with `near_blocks`); None: they do not.
     """
     B, H, _, D = q.shape
     KV, C = rows.index.shape[1:]
@@ -1125,19 +1194,26 @@ def score(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: i
     each, GP, exact = 8 if rows.bits <= 4 else 16 // rows.bits, power(G), q.dtype == torch.float32
     per = min(each, max(8 // GP, each // 4, 1))
     GP = max(GP, 8 // per)
-    _scores_kernel[(chunks, B * KV)](
-        q, rows.index, rows.slot, codes, ranges, s.scores, s.stats, pos, scale, rows.begin, sink, recent, D, N,
-        codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H,
-        C=C, STEP=16 if rows.bits == 16 or exact else 32, G=G, GP=GP, PER=per, BITS=rows.bits, CHUNK=s.CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **launch,
+    sink_k, ring_k = near or (q, q)
+    slots = chunks + s.near
+    _scores_kernel[(slots, B * KV)](
+        q, rows.index, rows.slot, codes, ranges, sink_k, ring_k, s.scores, s.stats, pos, scale, rows.begin, sink, recent, D, N,
+        codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H, slots, ring_k.shape[2],
+        GN=max(8, power(G)), BLOCK_D=max(16, power(D)), NEAR=s.near > 0, SINK_TILES=-(-sink // BLOCK), C=C, STEP=16 if rows.bits == 16 or exact else 32, G=G, GP=GP, PER=per, BITS=rows.bits, CHUNK=s.CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **launch,
     )  # fmt: skip
     _importance_kernel[(chunks, B * KV)](
-        s.scores, s.stats, s.importance, s.peaks, pos, rows.begin, recent, N, chunks, B * H,
-        G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(chunks), AUTHORS=authors, num_warps=4, **launch,
+        s.scores, s.stats, s.importance, s.peaks, s.mass, pos, rows.begin, recent, N, slots, B * H,
+        NEAR=s.near > 0, G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(slots), AUTHORS=authors, num_warps=4, **launch,
     )  # fmt: skip
 
 
-def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor) -> None:
-    """Choose the K candidates that matter most to each KV head.
+def near_blocks(sink: int, recent: int) -> int:
+    """Blocks of sink and window, for `Scratch`: the window holds `recent` to `recent` + 63 tokens."""
+    return -(-sink // BLOCK) + -(-(recent + BLOCK - 1) // BLOCK)
+
+
+def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor, pos: Tensor, sink: int, recent: int, left: float = 0.0, least: int = 0) -> None:
+    """Choose the K candidates that matter most to each KV head, or, with `left`, as many of them as it needs: see `retrieval.needed`.
 
     Args:
         scratch: filled by `score`. begin: position of its first score.
@@ -1147,7 +1223,10 @@ def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor) -> None:
     s, launch = scratch, _launch(chosen.device)
     N, K, KP, peaks = s.positions, chosen.shape[2], s.blocks.shape[2], triton.next_power_of_2(s.positions // s.peak)
     warps = min(max(max(peaks, KP * s.peak) // SELECT_EACH, 1), 16)
-    _select_kernel[(guess.numel(),)](s.importance, s.peaks, s.blocks, chosen, guess, begin, K, N, PEAK=s.peak, PEAKS=peaks, KP=KP, num_warps=warps, **launch)
+    _select_kernel[(guess.numel(),)](
+        s.importance, s.peaks, s.blocks, chosen, guess, s.mass, pos, begin, sink, recent, float(left), least, K, N,
+        PEAK=s.peak, PEAKS=peaks, KP=KP, ENOUGH=left > 0, num_warps=warps, **launch,
+    )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------- sparse layers: the small attention
@@ -1235,9 +1314,9 @@ def _gather_kernel(
     tl.store(parts + at * 3 + 2, hat_mean, mask=g < G)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["chunks", "slots"])
 def _join_tail_kernel(
-    part, parts, stats, vsum, along, out, pos, scale, begin, sink, recent, K, tiles, chunks, heads, DV,
+    part, parts, stats, vsum, along, out, pos, scale, begin, sink, recent, K, tiles, chunks, slots, heads, DV,
     G: tl.constexpr, BLOCK_DV: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # of B * H
@@ -1252,8 +1331,8 @@ def _join_tail_kernel(
     if TAIL:
         c = tl.arange(0, CHUNKS)
         real = c < chunks
-        stats += row * chunks + c
-        stat = heads.to(tl.int64) * chunks
+        stats += row * slots + c
+        stat = heads.to(tl.int64) * slots
         highs = tl.load(stats, mask=real, other=float("-inf"))
         mass = tl.load(stats + stat, mask=real, other=0.0)
         hats = tl.load(parts + (row * tiles + i) * 3 + 1, mask=there, other=float("-inf"))
@@ -1323,9 +1402,10 @@ def gather_attention(
         WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, TILT=tilt, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=GATHER_TILE[1], **launch,
     )  # fmt: skip
     out = torch.empty(B, H, 1, DV, dtype=q.dtype, device=q.device)
-    chunks, width = s.stats.shape[3], min(32, power(DV))
+    slots, width = s.stats.shape[3], min(32, power(DV))
+    chunks = slots - s.near
     _join_tail_kernel[(B * H, -(-DV // width))](
-        part, parts, s.stats, vsum, along, out, pos, scale, begin, n_sink, recent, K, tiles, chunks, B * H, DV,
+        part, parts, s.stats, vsum, along, out, pos, scale, begin, n_sink, recent, K, tiles, chunks, slots, B * H, DV,
         G=G, BLOCK_DV=width, TILES=power(tiles), CHUNK=s.CHUNK, CHUNKS=power(chunks), TAIL=tail, TILT=tilt, num_warps=4, **launch,
     )  # fmt: skip
     return out

@@ -597,11 +597,11 @@ class Prefetcher:
 
     # -- for the kernels, which score and attend in place of plain PyTorch
 
-    def scratch_for(self, G: int) -> kernels.Scratch:
-        """What the kernels write between scoring and attention, for groups of G query heads."""
+    def scratch_for(self, G: int, near: int) -> kernels.Scratch:
+        """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
         if self.scratch is None:
             B, KV, K = self.tokens[0].shape[:3]
-            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.row_bits, self.device)
+            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.row_bits, self.device, near)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
@@ -623,7 +623,8 @@ class Prefetcher:
 
     def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
-        self.fetch_tokens(entry.store, entry.chosen[:, :, :count].long())
+        chosen = entry.chosen[:, :, :count].long()
+        self.fetch_tokens(entry.store, torch.where(chosen < 0, chosen.amax(-1, keepdim=True), chosen))  # -1: any row will do
         return None, self.tokens
 
     def wait_all(self) -> None:
@@ -729,10 +730,10 @@ class ZeroCopy:
             each = new.shape[3]
             plane[..., at * each : (at + 1) * each] = new
 
-    def scratch_for(self, G: int) -> kernels.Scratch:
-        """What the kernels write between scoring and attention, for groups of G query heads."""
+    def scratch_for(self, G: int, near: int) -> kernels.Scratch:
+        """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
         if self.scratch is None:
-            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.row_bits, self.device)
+            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.row_bits, self.device, near)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:

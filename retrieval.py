@@ -370,9 +370,10 @@ class SparseLayer:
         if rows is None:  # not foreseen: the channels are chosen, exactly, on the spot
             self.prefetcher.bring(layer, self, q, pos, stop)
             rows = self.prefetcher.brought(layer, self, stop)
-        scratch = self.prefetcher.scratch_for(q.shape[1] // KV)
-        kernels.score(q, rows, pos, scale, self.sink_size, self.recent, self.authors, scratch)
-        kernels.select(scratch, self.begin, self.chosen, self.guess)
+        scratch = self.prefetcher.scratch_for(q.shape[1] // KV, kernels.near_blocks(self.sink_size, self.recent) if self.among_all else 0)
+        near = (self.sink[0], self.ring.k) if self.among_all else None
+        kernels.score(q, rows, pos, scale, self.sink_size, self.recent, self.authors, scratch, near)
+        kernels.select(scratch, self.begin, self.chosen, self.guess, pos, self.sink_size, self.recent, self.left, self.least)
         self.prefetcher.done_with_rows(self.turn)
         table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size))
         ring = (self.ring.k, self.ring.v)
