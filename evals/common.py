@@ -60,13 +60,15 @@ def summary(values: list[float]) -> tuple[float, list[float] | None]:
     return mean, [mean - half, mean + half]
 
 
-def watch_recall(cache: KVCache) -> list[list[float]]:
+def watch(cache: KVCache) -> tuple[list[list[float]], list[float]]:
     """From now on, note at each decode step how much of each layer's exact attention falls on the tokens it attends, a mean over heads.
 
     Under the query that the method itself arrived at. The lists, one a layer, fill as the cache is used. A layer that
-    attends everything through codes, or a cache that does not say what it attends, notes nothing.
+    attends everything through codes, or a cache that does not say what it attends, notes nothing. The second list: tokens fetched for
+    each KV head, a mean over heads, an entry for each sparse layer and step.
     """
     noted: list[list[float]] = [[] for _ in range(cache.num_layers)]
+    fetched: list[float] = []
     attend = cache.attend
 
     def watched(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -85,10 +87,11 @@ def watch_recall(cache: KVCache) -> list[list[float]]:
             if entry.chosen is not None:
                 attended.scatter_(2, entry.chosen.long().clamp(min=0), True)  # -1: fewer candidates than there is room for
             noted[layer].append(attended_mass(q, keys, attended).mean().item())
+            fetched.append((entry.chosen >= 0).sum(-1).double().mean().item() if entry.chosen is not None else 0.0)
         return o
 
     cache.attend = watched
-    return noted
+    return noted, fetched
 
 
 # -------------------------------------------------------------------------------------------------------------- loading

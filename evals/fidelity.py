@@ -13,6 +13,7 @@ at a time (teacher forcing), so that every cache sees the same past. The predict
 * `recall`: for each layer the share of exact attention, under the query that the method arrived at, that falls on the tokens it
   attended (sink, fetched and window); a mean over heads and steps. None for a layer that attends all tokens through codes, and
   for a cache that does not say what it attends.
+* `fetched`: tokens fetched for a KV head and step, a mean over sparse layers, heads and steps.
 
 Each is a mean over texts, with the 95 % interval of that mean by Student's t.
 """
@@ -49,15 +50,15 @@ def cut(tokenizer: Tokenizer, files: list[Path], count: int, size: int) -> list[
     return pieces
 
 
-def forced(subject: common.Subject, spec: str, ids: list[int], prompt: int) -> tuple[Tensor, list[float | None]]:
-    """Logits `[steps, vocab]` on the CPU after each decoded token, and each layer's recall."""
+def forced(subject: common.Subject, spec: str, ids: list[int], prompt: int) -> tuple[Tensor, list[float | None], float | None]:
+    """Logits `[steps, vocab]` on the CPU after each decoded token, each layer's recall, and the tokens fetched for a KV head and step."""
     model = subject.model
     with subject.cache(spec, len(ids)) as cache:
         model.prefill(torch.tensor([ids[:prompt]]), cache)
-        noted = common.watch_recall(cache)
+        noted, fetched = common.watch(cache)
         tokens = torch.tensor(ids[prompt:-1], device=model.device).view(-1, 1, 1)
         logits = torch.cat([model.decode(token, cache).float().cpu() for token in tokens])
-    return logits, [statistics.fmean(steps) if steps else None for steps in noted]
+    return logits, [statistics.fmean(steps) if steps else None for steps in noted], statistics.fmean(fetched) if fetched else None
 
 
 def compare(reference: Tensor, logits: Tensor, truth: list[int]) -> dict:
@@ -80,6 +81,7 @@ def summarise(spec: str, texts: list[dict]) -> dict:
     row["recall"] = [None if None in layer else statistics.fmean(layer) for layer in layers]
     each = [statistics.fmean(r for r in text["recall"] if r is not None) for text in texts if any(r is not None for r in text["recall"])]
     row["recall_mean"], row["recall_mean_interval"] = common.summary(each) if each else (None, None)
+    row["fetched"] = None if texts[0]["fetched"] is None else statistics.fmean(text["fetched"] for text in texts)
     return row | {"texts": texts}
 
 
@@ -93,10 +95,11 @@ def table(rows: list[dict]) -> str:
         interval = row[f"{name}_interval"]
         return f"{row[name]:.4f}" + (f" ± {(interval[1] - interval[0]) / 2:.4f}" if interval else "")
 
-    lines = [f"{'cache':{width}}{'KL':>19}{'top-1':>19}{'ppl ratio':>19}{'recall':>19}{'least':>8}  layer"]
+    lines = [f"{'cache':{width}}{'KL':>19}{'top-1':>19}{'ppl ratio':>19}{'recall':>19}{'least':>8}  layer{'fetched':>9}"]
     for row in rows:
         known = [(recall, layer) for layer, recall in enumerate(row["recall"]) if recall is not None]
-        least = f"{min(known)[0]:>8.4f}  {min(known)[1]}" if known else f"{'-':>8}  -"
+        least = f"{min(known)[0]:>8.4f}  {min(known)[1]:<5}" if known else f"{'-':>8}  -    "
+        least += f"{'-' if row['fetched'] is None else format(row['fetched'], '.1f'):>9}"
         lines.append(f"{row['cache']:{width}}" + "".join(f"{cell(row, name):>19}" for name in ("kl", "top1", "ppl_ratio", "recall_mean")) + least)
     return "\n".join(lines)
 
@@ -126,8 +129,8 @@ def run(args, specs: list[str]) -> tuple[dict, str]:
     for name, ids in cut(subject.tokenizer, args.text, args.texts, size):
         full = forced(subject, "full", ids, args.prompt_tokens)
         for spec in specs:
-            logits, recall = full if spec == "full" else forced(subject, spec, ids, args.prompt_tokens)
-            found = {"text": name} | compare(full[0], logits, ids[args.prompt_tokens + 1 :]) | {"recall": recall}
+            logits, recall, fetched = full if spec == "full" else forced(subject, spec, ids, args.prompt_tokens)
+            found = {"text": name} | compare(full[0], logits, ids[args.prompt_tokens + 1 :]) | {"recall": recall, "fetched": fetched}
             results[spec].append(found)
             common.note("fidelity.py", f"{name}, {spec}: KL {found['kl']:.4f}, top-1 {found['top1']:.3f}, perplexity {found['ppl']:.2f}")
     rows = [summarise(spec, texts) for spec, texts in results.items()]

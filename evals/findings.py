@@ -36,7 +36,7 @@ def measure(subject: common.Subject, spec: str, texts: list[tuple[str, list[int]
     for name, ids in texts:
         if name not in full:
             full[name] = fidelity.forced(subject, "full", ids, prompt)[0]
-        logits, recall = fidelity.forced(subject, spec, ids, prompt)
+        logits, recall, _ = fidelity.forced(subject, spec, ids, prompt)
         found.append({"text": name} | fidelity.compare(full[name], logits, ids[prompt + 1 :]) | {"recall": recall})
     row = fidelity.summarise(spec, found)
     common.note("findings.py", f"{spec}, quantised {subject.plan.quantised if hasattr(subject.plan, 'quantised') else subject.plan}: KL {row['kl']:.4f}")

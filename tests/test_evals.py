@@ -94,15 +94,16 @@ def tiny_run(flags, spec: str, tokens: int = 200, steps: int = 3):
 
         cache.attend = spy
         model.prefill(ids[:, :tokens], cache)
-        noted = common.watch_recall(cache)
+        noted, fetched = common.watch(cache)
         for i in range(tokens, tokens + steps):
             model.decode(ids[:, i : i + 1], cache)
-    return noted, seen
+    return (noted, fetched), seen
 
 
 def test_recall_is_measured_on_what_was_attended(tiny):
     """Sink and window alone can be computed without the cache; all candidates fetched is everything; a quantised layer has none."""
-    noted, seen = tiny_run(tiny, "tailor:sink=8,recent=56,topk=0")
+    (noted, fetched), seen = tiny_run(tiny, "tailor:sink=8,recent=56,topk=0")
+    assert fetched == [0.0] * 6
     assert [len(steps) for steps in noted] == [0, 3, 3]
     for layer in (1, 2):
         for (_, q, k), recall in zip([one for one in seen if one[0] == layer], noted[layer]):
@@ -110,12 +111,12 @@ def test_recall_is_measured_on_what_was_attended(tiny):
             weights = (q.unflatten(1, (2, 2)) @ k.unsqueeze(2).transpose(3, 4) / k.shape[3] ** 0.5).softmax(-1)[0, :, :, 0]  # [KV, G, N]
             expected = weights[..., [n for n in range(N) if n < 8 or n >= (N - 56) // 64 * 64]].sum(-1).mean()
             assert recall == pytest.approx(float(expected), rel=1e-5) and 0.05 < recall < 0.95
-    noted, _ = tiny_run(tiny, "tailor:sink=8,recent=56,topk=500,dense_below=100")
+    (noted, _), _ = tiny_run(tiny, "tailor:sink=8,recent=56,topk=500,dense_below=100")
     assert noted[0] == [] and all(recall == pytest.approx(1) for steps in noted[1:] for recall in steps)
-    some, _ = tiny_run(tiny, TINY)
-    none, _ = tiny_run(tiny, "tailor:sink=8,recent=56,topk=0")
+    (some, _), _ = tiny_run(tiny, TINY)
+    (none, _), _ = tiny_run(tiny, "tailor:sink=8,recent=56,topk=0")
     assert all(a > b for a, b in zip(some[1], none[1]))  # layer 1's input is the same in both
-    assert tiny_run(tiny, "full")[0] == [[1.0] * 3] * 3
+    assert tiny_run(tiny, "full")[0] == ([[1.0] * 3] * 3, [])
 
 
 def test_logits_are_float32_whatever_the_model(tiny):
@@ -481,9 +482,9 @@ def test_longbench_is_as_far_from_full_as_an_emulation(all_cores):
 
         reference = decode(exact=True)
         theirs.append(common.kl_divergence(reference, decode(exact=False)).mean().item())
-        logits, recall = fidelity.forced(subject, "tailor:preset=longbench", ids, prompt)
+        logits, recall, fetched = fidelity.forced(subject, "tailor:preset=longbench", ids, prompt)
         ours.append(common.kl_divergence(reference, logits).mean().item())
-        assert 0.7 < sum(recall[1:]) / 29 < 1
+        assert 0.7 < sum(recall[1:]) / 29 < 1 and fetched == 128
     mine, emulated = sum(ours) / len(ours), sum(theirs) / len(theirs)
     print(f"KL {mine:.4f}, emulated {emulated:.4f}; by text {ours}, {theirs}")
     assert emulated > 0.02  # the method does something here
