@@ -33,6 +33,8 @@ ROWS = [
     ("+ tail at the mean value", f"{PAPER},tail=true"),
     ("+ tail that follows the query", f"{PAPER},tail=true,tilt=true"),
     ("all: best", "tailor:preset=best"),
+    ("best with shares of the candidates alone", "tailor:preset=best,aggregation=mean"),
+    ("as many tokens as needed: adaptive", "tailor:preset=adaptive"),
     ("best with 1 bit", "tailor:preset=best,bits=1"),
     ("best with the tail at the mean value", "tailor:preset=best,tilt=false"),
     ("best without a tail", "tailor:preset=best,tail=false"),
@@ -65,7 +67,7 @@ def plot(path: Path, rows: list[dict]) -> None:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, (part, label) in zip(figure.subplots(1, 2, sharey=True), (("gpu", "MiB on the GPU"), ("pcie", "MiB over PCIe for a token"))):
-        for color, title, wanted in (("tab:orange", "paper", ("the paper's", "+ 2 bits")), ("tab:blue", "best and tiny", ("all: best", "best", "tiny"))):
+        for color, title, wanted in (("tab:orange", "paper", ("the paper's", "+ 2 bits")), ("tab:blue", "best, adaptive and tiny", ("all: best", "best", "as many", "tiny"))):
             shown = [row for row in rows if row["bytes"] and row["name"].startswith(wanted)]
             axes.scatter([row["bytes"][part] / 2**20 for row in shown], [row["kl"] for row in shown], color=color, label=title)
             for row in shown:

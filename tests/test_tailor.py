@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TailorCache: the invariants of the design, on random tiny models and on random q, k, v given to the cache directly."""
 
+import dataclasses
 import gc
 import threading
 import time
@@ -17,7 +18,7 @@ from cache import FullCache, TailorCache, TailorConfig, load_cache, make_cache
 from model import Llama, ModelConfig
 from offload import BLOCK
 from quant import QuantLayer
-from retrieval import approximate_scores, critical_channels, importance, moments_of, select_tokens, tail_shift
+from retrieval import approximate_scores, critical_channels, importance, moments_of, needed, select_tokens, tail_shift
 
 
 def options(**values) -> TailorConfig:
@@ -451,6 +452,63 @@ def test_opposite_heads_do_not_cancel_unless_asked():
     assert importance(scores, authors=True).abs().max() == 0
     best = importance(scores)
     assert best[0, 0, 0] == best[0, 0, 1] > best[0, 0, 2]
+
+
+def test_importance_among_all_attention():
+    """A head that looks at the window has little say; without a window the shares are those among the candidates."""
+    scores = torch.tensor([[[[3.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]])
+    near = torch.tensor([[[[-1e9], [20.0]]]])  # the second head attends to the window
+    assert importance(scores, near=near)[0, 0].argmax() == 0 and importance(scores, near=near).sum() == pytest.approx(0.5, rel=1e-4)
+    assert torch.allclose(importance(scores, near=torch.full((1, 1, 2, 1), -1e9)), importance(scores))
+
+
+def test_needed_tokens():
+    """One after another, the largest share first, until less than `left` is left; ties to the lowest position; at least `least`."""
+    shares = torch.tensor([[[0.05, 0.3, 0.0625, 0.2, 0.0625, 0.05]], [[0.0] * 5 + [0.5]]])
+    for left, least in [(0.1, 0), (0.11, 0), (0.2, 0), (0.4, 0), (0.4, 3), (2.0, 0), (1e-9, 0)]:
+        chosen = select_tokens(shares, 4)
+        expected = torch.zeros_like(chosen, dtype=torch.bool)
+        for b in range(2):
+            order = sorted(chosen[b, 0].tolist(), key=lambda n: (-shares[b, 0, n].item(), n))
+            rest = shares[b, 0].double().sum().item()
+            for rank, n in enumerate(order):
+                if rest >= left or rank < least:
+                    expected[b, 0, chosen[b, 0].tolist().index(n)] = True
+                rest -= shares[b, 0, n].item()
+        assert torch.equal(needed(shares, chosen, left, least), expected), (left, least)
+
+
+@pytest.mark.parametrize("left, least", [(0.3, 2), (0.05, 5), (1.0, 7)])
+def test_as_many_tokens_as_a_head_needs(left, least):
+    """Each head fetches its largest candidates, until less than `left` of its approximated attention is left; the tail takes the rest."""
+    driver = Driver(L=1, KV=2, G=2, D=40, n=500)
+    setting = options(aggregation="all", topk=60, left=left, least=least, row_bits=16, channels=40, tail=True, dense_below=130)
+    with TailorCache(driver.config, (), setting) as cache, TailorCache(driver.config, (), dataclasses.replace(setting, left=0.0)) as fixed:
+        driver.call(cache, 400)
+        driver.call(fixed, 400)
+        for N in range(401, 406):
+            driver.call(cache, 1, decode=True)
+            driver.call(fixed, 1, decode=True)
+            entry, q, k = cache.layers[0], driver.q[0][:, :, N - 1 : N], driver.k[0][:, :, :N]
+            weights = (q.unflatten(1, (2, 2)) @ k.unsqueeze(2).transpose(3, 4) * 40**-0.5).softmax(-1)[:, :, :, 0].mean(2)  # all channels: exact
+            shares = weights[:, :, 8 : entry.edge(N)]
+            for h in range(2):
+                mine = entry.chosen[0, h][entry.chosen[0, h] >= 0]
+                everyone = fixed.layers[0].chosen[0, h]
+                assert least <= len(mine) <= 60 and set(mine.tolist()) <= set(everyone.tolist())
+                rest = shares[0, h].sum() - weights[0, h][mine].sum()
+                assert rest < left or len(mine) == 60
+                if len(mine) > least:
+                    assert rest + weights[0, h][mine].min() >= left - 1e-6  # one fewer would not have been enough
+    counts = (entry.chosen >= 0).sum(-1)
+    assert left < 1.0 or (counts == least).all()
+
+
+def test_a_share_of_all_attention_needs_all():
+    with pytest.raises(ValueError, match="aggregation=all"):
+        options(left=0.1, aggregation="mean")
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        options(left=1.5, aggregation="all")
 
 
 def test_moments_do_not_show_in_which_pieces_tokens_came():
