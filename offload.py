@@ -2,8 +2,8 @@
 """Host memory for sparsity-friendly layers: where K and V live, how they get there, and how rows come back ahead of need.
 
 * `HostStore`: one layer's K, V and channel rows (K transposed, in 16 bits or fewer) in slabs of host memory, pinned where there is CUDA, so that the GPU's copy
-  engines can reach them. A slab is as large as the call that needs it, later ones a twenty-fifth of what is stored: at most
-  4 % stands empty, and growth copies nothing.
+  engines can reach them. A slab is as large as the call that needs it, later ones a fortieth of what is stored: at most
+  2.5 % stands empty, and growth copies nothing.
 * `Prefetcher`: one background thread that gathers rows on the CPU into pinned staging buffers and copies them to the GPU on
   a stream of its own, while the GPU computes. On a machine without CUDA the same code runs without streams.
 * `ZeroCopy`: kernels that read pinned host memory in place, on a side stream that a CUDA graph can hold. It may keep channel
@@ -262,7 +262,7 @@ class HostStore:
         if length > (start := self.capacity):
             size = length - start
             if not exact:
-                size = max(size, 4 * BLOCK, start // 25 // BLOCK * BLOCK)
+                size = max(size, 4 * BLOCK, start // 40 // BLOCK * BLOCK)
             self.slabs.append(Slab(self.pinner, start, size, like_k, like_v, self.row_bits, later=exact))
 
     def parts(self, start: int, stop: int):
