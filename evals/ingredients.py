@@ -27,7 +27,7 @@ ROWS = [
     ("+ 2 bits", f"{PAPER},bits=2"),
     ("+ fitted key levels", f"{PAPER},k_levels=lloyd"),
     ("+ values' mean correction and centre", f"{PAPER},correct=true,centre=1024"),
-    ("+ own norm, aggregation after |q| and softmax", f"{PAPER},norm=own,aggregation=mean"),
+    ("+ own norm, aggregation by magnitude and softmax", f"{PAPER},norm=own,aggregation=mean"),
     ("+ 4-bit rows", f"{PAPER},row_bits=4"),
     ("+ 28 channels in 4-bit rows", f"{PAPER},row_bits=4,channels=28"),
     ("+ tail at the mean value", f"{PAPER},tail=true"),
