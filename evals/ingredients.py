@@ -65,14 +65,14 @@ def plot(path: Path, rows: list[dict]) -> None:
     """KL over bytes, on the GPU and over PCIe: what is the paper's, and what is ours. Raises ValueError if it cannot be written."""
     from matplotlib.figure import Figure  # without pyplot: no display is needed and no global state left
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(11, 5), layout="constrained")
     for axes, (part, label) in zip(figure.subplots(1, 2, sharey=True), (("gpu", "MiB on the GPU"), ("pcie", "MiB over PCIe for a token"))):
         for color, title, wanted in (("tab:orange", "paper", ("the paper's", "+ 2 bits")), ("tab:blue", "best, adaptive and tiny", ("all: best", "best", "as many", "tiny"))):
             shown = [row for row in rows if row["bytes"] and row["name"].startswith(wanted)]
             axes.scatter([row["bytes"][part] / 2**20 for row in shown], [row["kl"] for row in shown], color=color, label=title)
             for row in shown:
-                axes.annotate(row["name"], (row["bytes"][part] / 2**20, row["kl"]), fontsize=6)
-        axes.set(xlabel=label, yscale="log")
+                axes.annotate(row["name"], (row["bytes"][part] / 2**20, row["kl"]), (4, 0), textcoords="offset points", va="center", fontsize=6)
+        axes.set(xlabel=label, yscale="log", xlim=(0, 1.7 * axes.dataLim.xmax))  # room for the names
     figure.axes[0].set_ylabel("KL, nats")
     figure.axes[0].legend()
     try:
