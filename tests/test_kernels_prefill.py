@@ -6,8 +6,8 @@ import torch
 
 import kernels
 import offload
-from offload import BLOCK, HostStore, Pinner, block_facts, block_sums, encode_channels, largest
-from retrieval import SparseLayer, moments_of, statistics
+from offload import BLOCK, HostStore, Pinner, block_facts, block_sums, largest
+from retrieval import moments_of, statistics
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
