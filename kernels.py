@@ -801,7 +801,7 @@ class Scratch:
     """What scoring and selection write, for all layers in turn; `N` positions from the first candidate's block on, a multiple of `CHUNK`.
 
     Attributes:
-        scores: float32 `[B, H, N]`, times log2(e); minus infinity where there is no candidate; in `_place`'s order, which `bits` decides.
+        scores: float32 `[B, H, N]`, times log2(e); minus infinity where there is no candidate; in `_place`'s order, which `each` decides: codes of a word of channel rows.
         stats: `[5, B, H, N / CHUNK + near]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
             mean, and the sum of squares around it; behind them the first two of each of `near` blocks of sink and window.
         mass: float32 `[B, KV]`, the candidates' share of all attention, a mean over the group.
@@ -814,7 +814,8 @@ class Scratch:
     def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, bits: int, device: torch.device, near: int = 0):
         B, KV = head
         N = -(-positions // self.CHUNK) * self.CHUNK
-        self.positions, self.bits, self.near = N, bits, near
+        self.positions, self.near = N, near
+        self.each = 8 if bits <= 4 else 16 // bits  # words of 16 bits, at 4 bits of 32
         wide = 2 ** math.ceil(math.log2(max(topk, 1)))
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
         self.peak = min(256, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
@@ -841,9 +842,8 @@ NOTHING = tl.constexpr(-(2**31) + 1)  # less than any number's image under `_ord
 
 
 @triton.jit
-def _place(n, BITS: tl.constexpr, CHUNK: tl.constexpr):
-    """Where the score of the n-th position lies: all first codes of a chunk's words together, then all second ones."""
-    EACH: tl.constexpr = 8 if BITS <= 4 else 16 // BITS
+def _place(n, EACH: tl.constexpr, CHUNK: tl.constexpr):
+    """Where the score of the n-th position lies: all first codes of a chunk's words, EACH codes each, together, then all second ones."""
     return n // CHUNK * CHUNK + n % EACH * (CHUNK // EACH) + n % CHUNK // EACH
 
 
@@ -933,7 +933,7 @@ def _near(q, sink_k, ring_k, stats, stat, slots, chunk, tile, pos, scale, sink, 
 @triton.jit
 def _scores_kernel(
     q, index, slot, codes, ranges, sink_k, ring_k, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads, slots, ring,
-    GN: tl.constexpr, BLOCK_D: tl.constexpr, NEAR: tl.constexpr, SINK_TILES: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    GN: tl.constexpr, BLOCK_D: tl.constexpr, NEAR: tl.constexpr, SINK_TILES: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
@@ -953,7 +953,6 @@ def _scores_kernel(
     # A matrix of words of 16 or 32 bits, EACH codes of a channel's row in a word, times queries. The tensor cores want words of two channels side by
     # side; as words, not as codes, they are exchanged between threads, which then unpack what they multiply. A column is a query head and,
     # since a product has no fewer than 8 columns, one of PER codes of the word.
-    EACH: tl.constexpr = 8 if BITS <= 4 else 16 // BITS
     ROUNDS: tl.constexpr = EACH // PER
     M: tl.constexpr = CHUNK // EACH
     WORDS: tl.constexpr = 64 // EACH  # of a block
@@ -1042,7 +1041,7 @@ def _totals(stats, stat, rows, real, slots, count, CHUNKS: tl.constexpr):
 @triton.jit(do_not_specialize=["slots"])
 def _importance_kernel(
     scores, stats, importance, peaks, mass, pos, begin, recent, N, slots, heads,
-    NEAR: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
+    NEAR: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
@@ -1052,7 +1051,7 @@ def _importance_kernel(
         tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
         return
     n = part * CHUNK + tl.arange(0, CHUNK)
-    place = _place(n, BITS, CHUNK)
+    place = _place(n, EACH, CHUNK)
     g = tl.arange(0, GP)
     stat = heads.to(tl.int64) * slots
     totals = _totals(stats, stat, head * G + g, g < G, slots, slots, CHUNKS)  # with sink and window where they are there
@@ -1191,25 +1190,30 @@ def score(
     if rows.bits < 16:
         codes = codes.view(torch.int32 if rows.bits == 4 else torch.int16)
     # Codes of a word, and how many of them share a product: at most four rounds, and no product of fewer than 8 columns.
-    each, GP, exact = 8 if rows.bits <= 4 else 16 // rows.bits, power(G), q.dtype == torch.float32
-    per = min(each, max(8 // GP, each // 4, 1))
+    GP, exact = power(G), q.dtype == torch.float32
+    per = min(s.each, max(8 // GP, s.each // 4, 1))
     GP = max(GP, 8 // per)
     sink_k, ring_k = near or (q, q)
     slots = chunks + s.near
     _scores_kernel[(slots, B * KV)](
         q, rows.index, rows.slot, codes, ranges, sink_k, ring_k, s.scores, s.stats, pos, scale, rows.begin, sink, recent, D, N,
         codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H, slots, ring_k.shape[2],
-        GN=max(8, power(G)), BLOCK_D=max(16, power(D)), NEAR=s.near > 0, SINK_TILES=-(-sink // BLOCK), C=C, STEP=16 if rows.bits == 16 or exact else 32, G=G, GP=GP, PER=per, BITS=rows.bits, CHUNK=s.CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **launch,
+        GN=max(8, power(G)), BLOCK_D=max(16, power(D)), NEAR=s.near > 0, SINK_TILES=_near_tiles(sink, recent, BLOCK)[0], C=C, STEP=16 if rows.bits == 16 or exact else 32, G=G, GP=GP, PER=per, BITS=rows.bits, EACH=s.each, CHUNK=s.CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **launch,
     )  # fmt: skip
     _importance_kernel[(chunks, B * KV)](
         s.scores, s.stats, s.importance, s.peaks, s.mass, pos, rows.begin, recent, N, slots, B * H,
-        NEAR=s.near > 0, G=G, GP=power(G), BITS=rows.bits, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(slots), AUTHORS=authors, num_warps=4, **launch,
+        NEAR=s.near > 0, G=G, GP=power(G), EACH=s.each, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(slots), AUTHORS=authors, num_warps=4, **launch,
     )  # fmt: skip
 
 
+def _near_tiles(sink: int, recent: int, tile: int) -> tuple[int, int]:
+    """How many tiles of so many tokens hold the sink, and the window at its largest: it has `recent` to `recent` + 63 tokens, the ring a block more."""
+    return -(-sink // tile), -(-(recent + BLOCK - 1) // tile)
+
+
 def near_blocks(sink: int, recent: int) -> int:
-    """Blocks of sink and window, for `Scratch`: the window holds `recent` to `recent` + 63 tokens."""
-    return -(-sink // BLOCK) + -(-(recent + BLOCK - 1) // BLOCK)
+    """Blocks of sink and window, for `Scratch`."""
+    return sum(_near_tiles(sink, recent, BLOCK))
 
 
 def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor, pos: Tensor, sink: int, recent: int, left: float = 0.0, least: int = 0) -> None:
@@ -1245,7 +1249,7 @@ def _lean(q, covariance, along, head, part, D, DV, G: tl.constexpr, GP: tl.const
 @triton.jit
 def _gather_kernel(
     q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, covariance, along, part, parts, pos, scale, begin, sink, ring, recent, K, N, D, DV, staged_rows, tiles,
-    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, CHUNK: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr,
     STAGED: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -1290,7 +1294,7 @@ def _gather_kernel(
                 at_k = tl.where(here, tl.load(table + j * WIDTH + 2) + row * (D + DV) * size, at_k)
                 at_v = tl.where(here, tl.load(table + j * WIDTH + 3) + row * (D + DV) * size, at_v)
         if TAIL:
-            hats = tl.load(scores + (head * G + g)[:, None] * N + _place(p - begin, BITS, CHUNK)[None, :], mask=(g < G)[:, None] & valid[None, :], other=float("-inf"))
+            hats = tl.load(scores + (head * G + g)[:, None] * N + _place(p - begin, EACH, CHUNK)[None, :], mask=(g < G)[:, None] & valid[None, :], other=float("-inf"))
             high = tl.max(hats, 1)
             safe = tl.where(high == float("-inf"), 0.0, high)
             w = tl.exp2(hats - safe[:, None])
@@ -1388,8 +1392,7 @@ def gather_attention(
     B, H, _, D = q.shape
     KV, K, DV = chosen.shape[1], chosen.shape[2], sink[1].shape[3]
     n_sink, slots, G, tile, s = sink[0].shape[2], ring[0].shape[2], H // KV, GATHER_TILE[0], scratch
-    # The window holds `recent` to recent + 63 tokens, and the ring a block more.
-    counts = [-(-n_sink // tile), -(-(recent + BLOCK - 1) // tile), -(-K // tile)]
+    counts = [*_near_tiles(n_sink, recent, tile), -(-K // tile)]
     tiles = sum(counts)
     part = torch.empty(B * H, tiles, DV, dtype=torch.float32, device=q.device)
     parts = torch.empty(B * H, tiles, 3, dtype=torch.float32, device=q.device)  # log-sum-exp; that of the approximate scores, and their mean
@@ -1399,7 +1402,7 @@ def gather_attention(
     _gather_kernel[(B * KV, tiles + tilt * -(-DV // 16))](
         q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, covariance, along, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV, staged_k.shape[2], tiles,
         G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
-        WIDTH=table.shape[1] if table is not None else 0, BITS=s.bits, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, TILT=tilt, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=GATHER_TILE[1], **launch,
+        WIDTH=table.shape[1] if table is not None else 0, EACH=s.each, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, TILT=tilt, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=GATHER_TILE[1], **launch,
     )  # fmt: skip
     out = torch.empty(B, H, 1, DV, dtype=q.dtype, device=q.device)
     slots, width = s.stats.shape[3], min(32, power(DV))

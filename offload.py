@@ -13,6 +13,7 @@ Shapes: `B` batch, `KV` key/value heads, `N` tokens stored, `D` head_dim, `C` cr
 """
 
 import contextlib
+import functools
 import math
 import mmap
 import threading
@@ -182,11 +183,12 @@ class Slab:
         self.start, self.size = start, size
         # Side by side, so that a token's K and V are one piece: read in place, they cost a GPU one walk through its page tables instead of two
         # (one H200, 1,024 tokens out of 16 GiB: 13 us instead of 42).
-        self.kv, ready_kv = pinner.take(*head, size, D + Dv, dtype=dtype, later=later)
+        take = functools.partial(pinner.take, *head, later=later)
+        self.kv, ready_kv = take(size, D + Dv, dtype=dtype)
         self.k, self.v = self.kv[..., :D], self.kv[..., D:]
-        self.kmax, ready_kmax = pinner.take(*head, size // BLOCK, D, dtype=dtype, later=later)
-        self.vsum, ready_vsum = pinner.take(*head, size // BLOCK, Dv, dtype=torch.float32, later=later)
-        planes = [pinner.take(*head, D, size // BLOCK * each, dtype=kind, later=later) for kind, each in row_planes(row_bits, dtype)]
+        self.kmax, ready_kmax = take(size // BLOCK, D, dtype=dtype)
+        self.vsum, ready_vsum = take(size // BLOCK, Dv, dtype=torch.float32)
+        planes = [take(D, size // BLOCK * each, dtype=kind) for kind, each in row_planes(row_bits, dtype)]
         self.rows = [plane for plane, _ in planes]
         ready = [ready_kv, ready_kmax, ready_vsum, *(ready for _, ready in planes)]
         self._pinner, self._pinning = pinner, [one for one in ready if one is not None]
@@ -578,8 +580,12 @@ class Prefetcher:
         self._read[turn % 2].record()
 
     def fetch_tokens(self, store: HostStore, index: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V rows `[B, KV, K, D]` at ascending positions `index [B, KV, K]`. The one transfer that nothing can hide."""
+        """K and V rows `[B, KV, K, D]` at ascending positions `index [B, KV, K]`. The one transfer that nothing can hide.
+
+        -1, behind the last of a head that has fewer than others: any row, which nobody is to look at.
+        """
         count = index.shape[2]
+        index = torch.where(index < 0, index.amax(-1, keepdim=True).clamp(min=0), index) if count else index
         k, v = (x[:, :, :count] for x in self.tokens)
         if not self.cuda:
             store.gather_tokens(index, k, v)
@@ -623,8 +629,7 @@ class Prefetcher:
 
     def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
-        chosen = entry.chosen[:, :, :count].long()
-        self.fetch_tokens(entry.store, torch.where(chosen < 0, chosen.amax(-1, keepdim=True), chosen))  # -1: any row will do
+        self.fetch_tokens(entry.store, entry.chosen[:, :, :count].long())
         return None, self.tokens
 
     def wait_all(self) -> None:

@@ -348,8 +348,7 @@ class SparseLayer:
         o, lse = small_attention(q, keys, values, scale)
         if stop > start and self.topk:
             self.chosen, left_out = self._choose(layer, q, scale, start, stop, lse)
-            # Heads that need fewer tokens than others get any, and do not look at them.
-            fetched = self.prefetcher.fetch_tokens(self.store, torch.where(self.chosen < 0, stop - 1, self.chosen))
+            fetched = self.prefetcher.fetch_tokens(self.store, self.chosen)
             o, lse = merge_attention(o, lse, *small_attention(q, *fetched, scale, (self.chosen >= 0).unsqueeze(2)))
         if left_out is not None:
             mean = (self.vsum / (stop - start)).float()  # [B, KV, Dv], for every head of its group
@@ -410,10 +409,11 @@ class SparseLayer:
         self.prefetcher.done_with_rows(self.turn)
         shares = importance(scores, self.authors, near.view(*scores.shape[:3], 1) if self.among_all else None)
         chosen = select_tokens(shares, self.topk)
-        taken = torch.zeros_like(shares, dtype=torch.bool).scatter_(-1, chosen, needed(shares, chosen, self.left, self.least) if self.left else True)
-        chosen = torch.where(taken.gather(-1, chosen), chosen + start, -1)
-        if self.left:  # to the end with those that are none, in order
-            chosen = torch.where(chosen < 0, stop, chosen).sort(-1).values[..., : int(taken.sum(-1).max())]
+        kept = needed(shares, chosen, self.left, self.least) if self.left else torch.ones_like(chosen, dtype=torch.bool)
+        taken = torch.zeros_like(shares, dtype=torch.bool).scatter(-1, chosen, kept)
+        chosen = chosen + start
+        if self.left:  # those that are kept, ascending, and -1 behind the last
+            chosen = torch.where(kept, chosen, stop).sort(-1).values[..., : int(kept.sum(-1).max())]
             chosen = torch.where(chosen == stop, -1, chosen)
         if not self.tail:
             return chosen, None

@@ -50,15 +50,15 @@ def cut(tokenizer: Tokenizer, files: list[Path], count: int, size: int) -> list[
     return pieces
 
 
-def forced(subject: common.Subject, spec: str, ids: list[int], prompt: int) -> tuple[Tensor, list[float | None], float | None]:
-    """Logits `[steps, vocab]` on the CPU after each decoded token, each layer's recall, and the tokens fetched for a KV head and step."""
+def forced(subject: common.Subject, spec: str, ids: list[int], prompt: int) -> tuple[Tensor, dict]:
+    """Logits `[steps, vocab]` on the CPU after each decoded token, and what was seen meanwhile: each layer's `recall`, and what was `fetched`."""
     model = subject.model
     with subject.cache(spec, len(ids)) as cache:
         model.prefill(torch.tensor([ids[:prompt]]), cache)
         noted, fetched = common.watch(cache)
         tokens = torch.tensor(ids[prompt:-1], device=model.device).view(-1, 1, 1)
         logits = torch.cat([model.decode(token, cache).float().cpu() for token in tokens])
-    return logits, [statistics.fmean(steps) if steps else None for steps in noted], statistics.fmean(fetched) if fetched else None
+    return logits, {"recall": [statistics.fmean(steps) if steps else None for steps in noted], "fetched": statistics.fmean(fetched) if fetched else None}
 
 
 def compare(reference: Tensor, logits: Tensor, truth: list[int]) -> dict:
@@ -129,8 +129,8 @@ def run(args, specs: list[str]) -> tuple[dict, str]:
     for name, ids in cut(subject.tokenizer, args.text, args.texts, size):
         full = forced(subject, "full", ids, args.prompt_tokens)
         for spec in specs:
-            logits, recall, fetched = full if spec == "full" else forced(subject, spec, ids, args.prompt_tokens)
-            found = {"text": name} | compare(full[0], logits, ids[args.prompt_tokens + 1 :]) | {"recall": recall, "fetched": fetched}
+            logits, seen = full if spec == "full" else forced(subject, spec, ids, args.prompt_tokens)
+            found = {"text": name} | compare(full[0], logits, ids[args.prompt_tokens + 1 :]) | seen
             results[spec].append(found)
             common.note("fidelity.py", f"{name}, {spec}: KL {found['kl']:.4f}, top-1 {found['top1']:.3f}, perplexity {found['ppl']:.2f}")
     rows = [summarise(spec, texts) for spec, texts in results.items()]

@@ -36,8 +36,8 @@ def measure(subject: common.Subject, spec: str, texts: list[tuple[str, list[int]
     for name, ids in texts:
         if name not in full:
             full[name] = fidelity.forced(subject, "full", ids, prompt)[0]
-        logits, recall, fetched = fidelity.forced(subject, spec, ids, prompt)
-        found.append({"text": name} | fidelity.compare(full[name], logits, ids[prompt + 1 :]) | {"recall": recall, "fetched": fetched})
+        logits, seen = fidelity.forced(subject, spec, ids, prompt)
+        found.append({"text": name} | fidelity.compare(full[name], logits, ids[prompt + 1 :]) | seen)
     row = fidelity.summarise(spec, found)
     common.note("findings.py", f"{spec}, quantised {subject.plan.quantised if hasattr(subject.plan, 'quantised') else subject.plan}: KL {row['kl']:.4f}")
     return row

@@ -111,6 +111,18 @@ def raising(error):
     return call
 
 
+@pytest.fixture
+def kernels_everywhere(monkeypatch):
+    """Kernels run on CPU tensors too, and memory that nobody wrote holds garbage: NaN, and the largest integers."""
+    import kernels
+
+    monkeypatch.setattr(kernels, "FORCE", True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory):
     """`make_checkpoint(cls, **options) -> (folder, transformers model)`; one of each is made per session. Read only."""

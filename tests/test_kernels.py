@@ -12,17 +12,9 @@ from offload import BLOCK, ZeroCopy, decode_rows, encode_rows
 from retrieval import approximate_scores, select_tokens
 from test_tailor import BEST, Driver, options, same, state
 
+pytestmark = pytest.mark.usefixtures("kernels_everywhere")
+
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
-    """Kernels run on CPU tensors too, and memory that nobody wrote holds NaN."""
-    monkeypatch.setattr(kernels, "FORCE", True)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 # ------------------------------------------------------------------------------------------------- the choice of channels

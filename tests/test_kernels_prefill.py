@@ -9,6 +9,8 @@ import offload
 from offload import BLOCK, HostStore, Pinner, block_facts, block_sums, largest
 from retrieval import moments_of, statistics
 
+pytestmark = pytest.mark.usefixtures("kernels_everywhere")
+
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -16,16 +18,6 @@ SHAPES = [(64, 64, 3), (80, 96, 1), (96, 80, 3), (128, 128, 1)]  # D, Dv, KV
 
 if kernels.ABSENT:
     pytest.skip("needs Triton", allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def use_kernels(monkeypatch):
-    """Kernels run on CPU tensors too, and memory that nobody wrote holds garbage: NaN, and the largest integers."""
-    monkeypatch.setattr(kernels, "FORCE", True)
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
