@@ -52,10 +52,12 @@ class KVCache:
         epoch: changes when a pointer or shape that a captured CUDA graph holds did; the graph is then captured anew.
         rotary: "model": q and k arrive rotated; "cache": un-rotated, and `rotate(x, positions)` is set.
         predicts_with: the norm in front of a predicted query: the layer's "own", or that of the "previous" layer.
+        predicts_from: the hidden state it is predicted from: the previous layer's "input", or its "middle", between attention and MLP.
     """
 
     rotary = "model"
     predicts_with = "own"
+    predicts_from = "input"
     rotate: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @dataclasses.dataclass(frozen=True)
@@ -148,8 +150,9 @@ class KVCache:
         """Does this layer use a query predicted ahead of it? Fixed for the life of the cache; never for layer 0."""
         return False
 
-    def foresee(self, layer: int, q: Tensor) -> None:
-        """The predicted query `[B, H, 1, D]` of `layer`, rotated at the current position; comes before `attend(layer - 1, …)`."""
+    def foresee(self, layer: int, q: Tensor, scale: float | None = None) -> None:
+        """The predicted query `[B, H, 1, D]` of `layer`, rotated at the current position; comes before `attend(layer - 1, …)`, or, if it
+        `predicts_from` the "middle", after it. scale: as `attend` will be given it."""
 
     # -- between calls
 
@@ -405,7 +408,7 @@ class FullCache(KVCache):
 
 PAPER = {
     "k_levels": "minmax", "v_levels": "minmax", "correct": False, "centre": 0,
-    "row_bits": 16, "aggregation": "authors", "norm": "previous", "tail": False, "tilt": False, "resident": 0,
+    "row_bits": 16, "aggregation": "authors", "norm": "previous", "ahead": False, "tail": False, "tilt": False, "resident": 0,
 }  # fmt: skip
 PRESETS = {
     # The best found with 192 tokens attended and no more bytes over PCIe than "longbench"; evals/ingredients.py prints what each part brings.
@@ -449,6 +452,7 @@ class TailorConfig:
     tilt: bool = True  # with the tail: let that value follow the query
     aggregation: str = "all"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens; "all": that over sink and window too
     norm: str = "own"  # of the predicted query's input: the layer "previous" to it, as the authors do, or its "own"
+    ahead: bool = True  # fetch tokens ahead of need, chosen by a query predicted in the middle of the previous layer; false: by the true query, and wait
     prefetch: str = "auto"  # how rows come from the host: "thread" gathers them there, "uva" reads them in place from the GPU; auto: uva where it can
     resident: int = 36  # with uva, channel rows for each KV head and layer that stay on the GPU from step to step; head_dim or more: all of them
     static: bool = False  # channels chosen offline, from the plan, instead of at each step
@@ -493,7 +497,7 @@ def make_layer(options: TailorConfig, pinner: Pinner | None = None, prefetcher: 
     o = options
     if prefetcher is None:
         return QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre)
-    return SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation, o.tail, pinner, prefetcher, turn, o.tilt, o.left, o.least)
+    return SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation, o.tail, pinner, prefetcher, turn, o.tilt, o.left, o.least, o.ahead)
 
 
 class TailorCache(KVCache):
@@ -526,7 +530,7 @@ class TailorCache(KVCache):
         if self.options.static and getattr(plan, "channels", None) is None:
             raise ValueError("static=true needs a plan with channels; make one with calibrate.py --channels")
         self.settings = [dict(each) for each in getattr(plan, "settings", None) or [{}] * self.num_layers]
-        self.predicts_with = self.options.norm
+        self.predicts_with, self.predicts_from = self.options.norm, "middle" if self.options.ahead else "input"
         self._static = plan.channels if self.options.static else None
         self._cuda = self.pos.device.type == "cuda"
         self._side = torch.cuda.Stream(self.pos.device) if self._cuda else None
@@ -559,7 +563,7 @@ class TailorCache(KVCache):
         if zero_copy is None:
             zero_copy = o.prefetch != "thread" and usable(device) and (self._cuda or o.prefetch == "uva")
         if zero_copy:
-            return ZeroCopy(device, o.row_bits, 0 if o.static else o.resident, len(self._sparse))
+            return ZeroCopy(device, o.row_bits, 0 if o.static else o.resident, len(self._sparse), o.ahead)
         if o.prefetch == "uva":
             raise ValueError(f"prefetch=uva needs a GPU with Triton, and host memory that can be pinned; {device} does not offer it, prefetch=thread works anywhere")
         return Prefetcher(device, o.row_bits)
@@ -829,12 +833,14 @@ class TailorCache(KVCache):
     # -- prediction
 
     def wants(self, layer: int) -> bool:
+        if layer == 0 or layer in self.quantised:
+            return False
         resident = self._like is not None and self.options.resident >= self._like[0].shape[3]  # all rows are there: the true query chooses
-        return layer > 0 and layer not in self.quantised and self._static is None and not resident
+        return self.options.ahead or (self._static is None and not resident)
 
-    def foresee(self, layer: int, q: Tensor) -> None:
+    def foresee(self, layer: int, q: Tensor, scale: float | None = None) -> None:
         if not self._all_dense and self._like is not None and self.layers[layer].ring is not None:
-            self.layers[layer].foresee(layer, q, self.length + 1, self.pos)
+            self.layers[layer].foresee(layer, q, self.length + 1, self.pos, q.shape[-1] ** -0.5 if scale is None else scale)
 
     # -- between calls
 
@@ -977,7 +983,7 @@ def layer_account(options: TailorConfig, quantised: bool, kv_heads: int, head_di
     """Bytes of one layer at `tokens` tokens, batch 1, as `QuantLayer`, `SparseLayer` and `HostStore` state them at a capacity of exactly so many.
 
     "gpu" and "host" are held, "pcie" is sent to the GPU for each decoded token. What only the kernels hold is not in it: scores, tables of
-    channels and slots, the covariances in float32; 40 MiB for Llama-3.1-8B at 131,072 tokens. "rows" and "fetched" are what a sparse layer needs of
+    channels and slots, the covariances in float32; 25 MiB for Llama-3.1-8B at 131,072 tokens. "rows" and "fetched" are what a sparse layer needs of
     the buffers that sparse layers share.
     """
     o, D, g = options, head_dim, options.group

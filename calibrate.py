@@ -310,7 +310,7 @@ class Observer(Probe):
         self.hidden[layer] = float(F.cosine_similarity(before.float(), here.float(), dim=-1).mean())
         cos, sin = self.model.rope(torch.arange(self._pending - n, self._pending, device=q.device))
         for norm, found in self.predicted.items():
-            guess = self.model.predict_query(layer, before, cos, sin, norm)
+            guess = self.model.layers[layer - 1].predict_query(self.model.layers[layer], before, cos, sin, norm)
             found[layer] = float(F.cosine_similarity(guess.float(), q.float(), dim=-1).mean())
 
 
@@ -406,7 +406,7 @@ class _Trial:
             if k.device.type == "cuda":
                 torch.cuda.synchronize(k.device)  # the host's rows are there
             if self.foreseen is not None:
-                entry.foresee(layer, self.foreseen[:, :, one], length, pos)
+                entry.foresee(layer, self.foreseen[:, :, one], length, pos, scale)
             if entry.by_kernels(length):
                 entry.settle(length)
             outputs.append(entry.attend(layer, q[:, :, one], k[:, :, one], v[:, :, one], scale, length, pos))
@@ -428,7 +428,7 @@ def damages(model: Llama, ids: Tensor, options: TailorConfig, steps: int = N_Q, 
         raise ValueError(f"the text has {ids.shape[1]:,} tokens; damage is measured on more than {options.dense + steps:,}, up to which everything is attended")
     full = FullCache(model.config, device=device, capacity=n)
     model.prefill(ids[:, :n], full)
-    trial, entering = _Trial(full, n), []
+    trial, entering, middle = _Trial(full, n), [], []
     cos, sin = model.rope(torch.arange(n, n + steps, device=device))
 
     def rest(h: Tensor, first: int) -> Tensor:
@@ -438,11 +438,17 @@ def damages(model: Llama, ids: Tensor, options: TailorConfig, steps: int = N_Q, 
             model.layers[number](h, number, trial, cos, sin)
         return model.lm_head(model.norm(h[0])).double().log_softmax(-1)
 
-    exact = rest(model.embed_tokens(ids[:, n:].to(device)), 0)
+    hooks = [layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: middle.append(args[0].clone())) for layer in model.layers]
+    try:
+        exact = rest(model.embed_tokens(ids[:, n:].to(device)), 0)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    before = middle if options.ahead else entering  # what a layer's query is predicted from
     found = []
     for layer in range(len(model.layers)):
         trial.layer, row = layer, []
-        trial.foreseen = model.predict_query(layer, entering[layer - 1], cos, sin, options.norm) if layer else None
+        trial.foreseen = model.layers[layer - 1].predict_query(model.layers[layer], before[layer - 1], cos, sin, options.norm) if layer else None
         for quantised, setting in tries(options):
             o, pinner, prefetcher = dataclasses.replace(options, **setting), Pinner(device), Prefetcher(device, options.row_bits)
             trial.entry = make_layer(o) if quantised else make_layer(o, pinner, prefetcher)

@@ -14,7 +14,9 @@ launches, 2 to 4 us each even in a CUDA graph; here it is part of the kernel tha
     quant_encode       ... codes and ranges of blocks, in the twin's bytes
     choose_channels    a sparse layer: the critical channels, and which of their rows must be fetched
     fetch_rows         ... those rows, read in place from pinned host memory
-    score, select      ... the candidates' approximate scores, and the K best of them
+    estimate, weigh    ... approximate scores of some candidates; how much each of all matters
+    select             ... the K that matter most
+    fetch_tokens       ... their K and V, read in place from the host, where there is time before they are needed
     gather_attention   ... attention over sink, chosen tokens (read in place from the host) and window, with the tail
     encode_channels    ... before all that: the channel rows of blocks on their way to the host, in the twin's bytes
     block_statistics   ... their largest |K| and sums of V
@@ -487,6 +489,15 @@ def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     return q_out, k_out
 
 
+def rotate_query(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q `[B, H, 1, D]` rotated by `cos, sin [1, D]`, as `rotate` does, bit for bit."""
+    if q.shape[2] != 1 or q.shape[3] % 2 or not usable(q.device) or not _rows_whole(q, cos, sin):
+        return rotate(q, cos, sin)
+    out = q.new_empty(q.shape)
+    _launch_rotate(q, q, None, cos, sin, None, out, None, None)
+    return out
+
+
 def rotate_append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, k_cache: Tensor, v_cache: Tensor, pos: Tensor, slots: int) -> Tensor:
     """Rotate q and k of one token, write its k and v to row `pos % slots` of the cache, and return the rotated q.
 
@@ -792,42 +803,71 @@ def fetch_rows(table: Tensor, rows: Rows, missing: Tensor | None, channels: int,
 # ------------------------------------------------------------------------------------- sparse layers: scores and selection
 
 
-GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`
+GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`, and of `fetch_tokens`
 SELECT_EACH = 1024  # numbers a warp of the selection
+CHUNK = 1024  # positions a program scores
+FEWEST = 8  # blocks of a sample, if there are so many
 
 
-@dataclass
+class Sample:
+    """Scores of the candidates of some blocks (see `stride`), one block behind the other, for all layers in turn; they stand for all `positions`.
+
+    Attributes:
+        scores: float32 `[B, H, N]`, times log2(e); minus infinity where there is no candidate; in `_place`'s order.
+        stats: `[5, B, H, N / CHUNK + near]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
+            mean, and the sum of squares around it; behind them the first two of each of `near` blocks of sink and window.
+    """
+
+    def __init__(self, head: tuple[int, int], G: int, positions: int, device: torch.device, near: int = 0):
+        (B, KV), self.near = head, near
+        N = max(2 * FEWEST, -(-positions // BLOCK // 8) + 1) * BLOCK
+        self.positions = -(-N // CHUNK) * CHUNK
+        self.scores = torch.empty(B, KV * G, self.positions, dtype=torch.float32, device=device)
+        self.stats = torch.empty(5, B, KV * G, self.positions // CHUNK + near, dtype=torch.float32, device=device)
+
+    def nbytes(self) -> int:
+        return self.scores.nbytes + self.stats.nbytes
+
+
 class Scratch:
     """What scoring and selection write, for all layers in turn; `N` positions from the first candidate's block on, a multiple of `CHUNK`.
 
     Attributes:
-        scores: float32 `[B, H, N]`, times log2(e); minus infinity where there is no candidate; in `_place`'s order, which `each` decides: codes of a word of channel rows.
-        stats: `[5, B, H, N / CHUNK + near]`: of each `CHUNK`, the scores' maximum, the sum of 2^(score - maximum), the mean score weighted so, the plain
-            mean, and the sum of squares around it; behind them the first two of each of `near` blocks of sink and window.
+        chooses, attends: a `Sample` by the query that chooses tokens, with sink and window, and by that which attends: with `ahead` two, else the same.
         mass: float32 `[B, KV]`, the candidates' share of all attention, a mean over the group.
-        importance: `[B, KV, N]` as `ordered` integers; peaks: its maximum over each `PEAK` positions.
+        importance: `[B, KV, N]` as `ordered` integers; peaks: its maximum over each `peak` positions.
         blocks: int32 `[B, KV, K or more]`, the peaks that are looked under, for the largest K of any layer.
     """
 
-    CHUNK = 1024
-
-    def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, bits: int, device: torch.device, near: int = 0):
+    def __init__(self, head: tuple[int, int], G: int, positions: int, topk: int, device: torch.device, near: int = 0, ahead: bool = False):
         B, KV = head
-        N = -(-positions // self.CHUNK) * self.CHUNK
-        self.positions, self.near = N, near
-        self.each = 8 if bits <= 4 else 16 // bits  # words of 16 bits, at 4 bits of 32
+        self.positions = N = -(-positions // CHUNK) * CHUNK
+        self.chooses = Sample(head, G, positions, device, near)
+        self.attends = Sample(head, G, positions, device) if ahead else self.chooses
         wide = 2 ** math.ceil(math.log2(max(topk, 1)))
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
         self.peak = min(256, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
-        self.scores = torch.empty(B, KV * G, N, dtype=torch.float32, device=device)
-        self.stats = torch.empty(5, B, KV * G, N // self.CHUNK + near, dtype=torch.float32, device=device)
         self.mass = torch.empty(B, KV, dtype=torch.float32, device=device)
         self.importance = torch.empty(B, KV, N, dtype=torch.int32, device=device)
         self.peaks = torch.empty(B, KV, N // self.peak, dtype=torch.int32, device=device)
         self.blocks = torch.empty(B, KV, wide, dtype=torch.int32, device=device)
 
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (self.scores, self.stats, self.mass, self.importance, self.peaks, self.blocks))
+        samples = {id(sample): sample.nbytes() for sample in (self.chooses, self.attends)}
+        return sum(samples.values()) + sum(x.nbytes for x in (self.mass, self.importance, self.peaks, self.blocks))
+
+
+def stride(blocks: int) -> int:
+    """Of so many blocks of candidates, a sample has those b with b % stride == stride // 2: at least `FEWEST` of them, stride being at most 8."""
+    return next(s for s in (8, 4, 2, 1) if s == 1 or blocks >= s * FEWEST)
+
+
+@triton.jit
+def _sampled(edge, begin, sink, FEWEST: tl.constexpr):
+    """`stride`, and the candidates' first and last + 1 among the sample's positions, which are counted from `begin` on, one block behind the other."""
+    blocks = (edge - begin) // 64
+    stride = tl.where(blocks >= 8 * FEWEST, 8, tl.where(blocks >= 4 * FEWEST, 4, tl.where(blocks >= 2 * FEWEST, 2, 1))).to(tl.int64)
+    return stride, tl.where(stride == 1, sink - begin, 0), (blocks + stride - 1 - stride // 2) // stride * 64
 
 
 @triton.jit
@@ -907,12 +947,12 @@ def _fold(x, PER: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
-def _near(q, sink_k, ring_k, stats, stat, slots, chunk, tile, pos, scale, sink, ring, edge, head, D, G: tl.constexpr, GN: tl.constexpr, BLOCK_D: tl.constexpr, SINK_TILES: tl.constexpr, NATIVE: tl.constexpr):
-    """The largest score, and the sum of exponentials, of 64 tokens of sink or window."""
+def _near(q, sink_k, ring_k, stats, stat, slots, chunk, tile, pos, scale, sink, ring, edge, head, D, G: tl.constexpr, GN: tl.constexpr, BLOCK_D: tl.constexpr, SINK_TILES: tl.constexpr, NEWEST: tl.constexpr, NATIVE: tl.constexpr):
+    """The largest score, and the sum of exponentials, of 64 tokens of sink or window; the newest token is not there yet without NEWEST."""
     g = tl.arange(0, GN)
     i = tl.arange(0, 64)
     d = tl.arange(0, BLOCK_D)
-    length = tl.load(pos).to(tl.int32) + 1
+    length = tl.load(pos).to(tl.int32) + NEWEST
     from_sink = tile < SINK_TILES
     p = tl.where(from_sink, tile * 64, tl.maximum(edge.to(tl.int32), sink) + (tile - SINK_TILES) * 64) + i
     valid = p < tl.where(from_sink, tl.minimum(sink, length), length)
@@ -931,25 +971,71 @@ def _near(q, sink_k, ring_k, stats, stat, slots, chunk, tile, pos, scale, sink, 
 
 
 @triton.jit
+def _totals(stats, stat, rows, real, slots, count, CHUNKS: tl.constexpr):
+    """Base-2 logarithm of the sum of the exponentials over the first `count` of each row's slots, for some heads; -inf if there is nothing."""
+    i = tl.arange(0, CHUNKS)
+    at, mask = stats + rows[:, None] * slots + i[None, :], real[:, None] & (i < count)[None, :]
+    high = tl.load(at, mask=mask, other=float("-inf"))
+    sums = tl.load(at + stat, mask=mask, other=0.0)
+    top = tl.max(high, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return safe + tl.log2(tl.sum(tl.exp2(high - safe[:, None]) * sums, 1))
+
+
+@triton.jit
+def _estimated(stats, stat, rows, real, slots, near, more, SLOTS: tl.constexpr, NEAR_SLOTS: tl.constexpr):
+    """Base-2 logarithms of the sum of the exponentials over all candidates, of which those of a sample are so many times `more`, and of
+    that with the last `near` slots of sink and window."""
+    own = _totals(stats, stat, rows, real, slots, slots - near, SLOTS) + tl.log2(more)
+    total = own
+    if NEAR_SLOTS > 0:
+        beside = _totals(stats + slots - near, stat, rows, real, slots, near, NEAR_SLOTS)
+        high = tl.maximum(own, beside)
+        total = high + tl.log2(tl.exp2(own - high) + tl.exp2(beside - high))
+    return own, total
+
+
+@triton.jit
+def _share(acc, column, total, at, low, high, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, AUTHORS: tl.constexpr):
+    """`retrieval.importance` as ordered integers `[words, PER]`; `at`: position of each word's first code."""
+    g = tl.arange(0, GP * PER) % GP
+    value = acc * column[None, :]
+    if not AUTHORS:
+        value = tl.where((g < G)[None, :], tl.exp2(value - total[None, :]), 0.0)
+    value = tl.sum(tl.reshape(value, [acc.shape[0], PER, GP]), 2) / G
+    past = (at[:, None] + tl.arange(0, PER)[None, :] - low).to(tl.uint32)
+    return tl.where(past < (high - low).to(tl.uint32), _ordered(value), NOTHING)
+
+
+@triton.jit
 def _scores_kernel(
-    q, index, slot, codes, ranges, sink_k, ring_k, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads, slots, ring,
-    GN: tl.constexpr, BLOCK_D: tl.constexpr, NEAR: tl.constexpr, SINK_TILES: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    q, index, slot, codes, ranges, sink_k, ring_k, scores, stats, importance, peaks, mass, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads, slots, near, ring,
+    GN: tl.constexpr, BLOCK_D: tl.constexpr, SINK_TILES: tl.constexpr, NEWEST: tl.constexpr, SLOTS: tl.constexpr, NEAR_SLOTS: tl.constexpr,
+    WEIGH: tl.constexpr, PEAK: tl.constexpr, AUTHORS: tl.constexpr, FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Scores of a chunk of a sample, or, with WEIGH, how much each candidate of a chunk matters; sink and window behind the sample's last chunk."""
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     _wait(PDL)
     edge = _edge(pos, recent)
     group = tl.arange(0, GP)
-    chunks = N // CHUNK
     stat = heads.to(tl.int64) * slots  # from one kind to the next
-    if NEAR:
-        if chunk >= chunks:
-            _near(q, sink_k, ring_k, stats, stat, slots, chunk, chunk - chunks, pos, scale, sink, ring, edge, head, D, G, GN, BLOCK_D, SINK_TILES, NATIVE)
+    stride, first, last = _sampled(edge, begin, sink, FEWEST)
+    low, high = first, last
+    if WEIGH:
+        low, high = sink - begin, edge - begin
+        peaks += head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
+        if chunk * CHUNK >= high:
+            tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
             return
-    stats += (head * G + group) * slots + chunk
-    if begin + chunk * CHUNK >= edge:
-        tl.store(stats, float("-inf"), mask=group < G)
-        tl.store(stats + stat, 0.0, mask=group < G)
-        return
+    else:
+        if chunk >= slots - near:
+            _near(q, sink_k, ring_k, stats, stat, slots, chunk, chunk - slots + near, pos, scale, sink, ring, edge, head, D, G, GN, BLOCK_D, SINK_TILES, NEWEST, NATIVE)
+            return
+        stats += (head * G + group) * slots + chunk
+        if chunk * CHUNK >= high:
+            tl.store(stats, float("-inf"), mask=group < G)
+            tl.store(stats + stat, 0.0, mask=group < G)
+            return
     # A matrix of words of 16 or 32 bits, EACH codes of a channel's row in a word, times queries. The tensor cores want words of two channels side by
     # side; as words, not as codes, they are exchanged between threads, which then unpack what they multiply. A column is a query head and,
     # since a product has no fewer than 8 columns, one of PER codes of the word.
@@ -959,6 +1045,10 @@ def _scores_kernel(
     n = tl.arange(0, GP * PER)
     g, offset = n % GP, n // GP
     m = tl.arange(0, M)
+    word, block = chunk * M + m, chunk * (CHUNK // 64) + m // WORDS
+    if not WEIGH:
+        block = tl.minimum(block * stride + stride // 2, (edge - begin) // 64 - 1)
+        word = block * WORDS + m % WORDS
     a0 = tl.zeros([M, GP * PER], tl.float32)
     a1, a2, a3 = a0, a0, a0
     for start in tl.static_range(0, C, STEP):
@@ -967,10 +1057,10 @@ def _scores_kernel(
         c = start + tl.arange(0, STEP)
         row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
         channel = tl.load(index + head * C + c, mask=c < C, other=0)
-        words = tl.load(codes + head * code_head + row[None, :] * code_row + (chunk * M + m)[:, None])
+        words = tl.load(codes + head * code_head + row[None, :] * code_row + word[:, None])
         step, zero = words, words
         if BITS < 16:
-            pair = ranges + head * range_head + row[None, :] * range_row + (chunk * (CHUNK // 64) + m // WORDS)[:, None] * 2
+            pair = ranges + head * range_head + row[None, :] * range_row + block[:, None] * 2
             step, zero = tl.load(pair), tl.load(pair + 1)
         x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0)
         if EXACT or not NATIVE:
@@ -985,92 +1075,69 @@ def _scores_kernel(
             a3 = _some_scores(a3, words, step, zero, x, offset, 3 * PER, PER, BITS, EXACT, NATIVE)
 
     column = tl.where(g < G, scale * LOG2E, 0.0)
-    at, low = chunk * CHUNK + m * EACH, sink - begin
-    to = scores + (head * G + g)[None, :] * N + chunk * CHUNK + m[:, None] + offset[None, :] * M
-    real = (g < G)[None, :]
-    a0 = _candidates(a0, column, at, offset, low, edge - begin)
-    tl.store(to, a0, mask=real)
-    most = a0
-    if ROUNDS > 1:
-        a1 = _candidates(a1, column, at + PER, offset, low, edge - begin)
-        tl.store(to + PER * M, a1, mask=real)
-        most = tl.maximum(most, a1)
-    if ROUNDS > 2:
-        a2 = _candidates(a2, column, at + 2 * PER, offset, low, edge - begin)
-        a3 = _candidates(a3, column, at + 3 * PER, offset, low, edge - begin)
-        tl.store(to + 2 * PER * M, a2, mask=real)
-        tl.store(to + 3 * PER * M, a3, mask=real)
-        most = tl.maximum(most, tl.maximum(a2, a3))
-    high = tl.max(tl.reshape(tl.max(most, 0), [PER, GP]), 0)
-    safe = tl.where(high == float("-inf"), 0.0, high)
-    top = tl.reshape(tl.broadcast_to(safe[None, :], [PER, GP]), [PER * GP])
-    weight, moved, off, square = _weigh(a0, top)
-    if ROUNDS > 1:
-        w, x1, x2, x3 = _weigh(a1, top)
-        weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
-    if ROUNDS > 2:
-        w, x1, x2, x3 = _weigh(a2, top)
-        weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
-        w, x1, x2, x3 = _weigh(a3, top)
-        weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
-    count = tl.maximum(tl.minimum(edge - begin, (chunk + 1) * CHUNK) - tl.maximum(low, chunk * CHUNK), 1).to(tl.float32)
-    weight = _fold(tl.sum(weight, 0), PER, GP)
-    moved = _fold(tl.sum(moved, 0), PER, GP)
-    off = _fold(tl.sum(off, 0), PER, GP)
-    square = _fold(tl.sum(square, 0), PER, GP)
-    # Of the chunk: the maximum, the sum of 2^(score - maximum), the mean score under those weights, the plain mean, the squares around it.
-    tl.store(stats, high, mask=group < G)
-    tl.store(stats + stat, weight, mask=group < G)
-    tl.store(stats + 2 * stat, safe + moved / tl.maximum(weight, 1e-30), mask=group < G)
-    tl.store(stats + 3 * stat, safe + off / count, mask=group < G)
-    tl.store(stats + 4 * stat, tl.maximum(square - off * off / count, 0.0), mask=group < G)
-
-
-@triton.jit
-def _totals(stats, stat, rows, real, slots, count, CHUNKS: tl.constexpr):
-    """Base-2 logarithm of the sum of the exponentials over the first `count` of each row's slots, for some heads; -inf if there is nothing."""
-    i = tl.arange(0, CHUNKS)
-    at, mask = stats + rows[:, None] * slots + i[None, :], real[:, None] & (i < count)[None, :]
-    high = tl.load(at, mask=mask, other=float("-inf"))
-    sums = tl.load(at + stat, mask=mask, other=0.0)
-    top = tl.max(high, 1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    return safe + tl.log2(tl.sum(tl.exp2(high - safe[:, None]) * sums, 1))
-
-
-@triton.jit(do_not_specialize=["slots"])
-def _importance_kernel(
-    scores, stats, importance, peaks, mass, pos, begin, recent, N, slots, heads,
-    NEAR: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, PEAK: tl.constexpr, CHUNKS: tl.constexpr, AUTHORS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    part, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _wait(PDL)
-    edge = _edge(pos, recent)
-    peaks += head * (N // PEAK) + part * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
-    if begin + part * CHUNK >= edge:
-        tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
-        return
-    n = part * CHUNK + tl.arange(0, CHUNK)
-    place = _place(n, EACH, CHUNK)
-    g = tl.arange(0, GP)
-    stat = heads.to(tl.int64) * slots
-    totals = _totals(stats, stat, head * G + g, g < G, slots, slots, CHUNKS)  # with sink and window where they are there
-    if NEAR:
-        if part == 0:
-            own = _totals(stats, stat, head * G + g, g < G, slots, N // CHUNK, CHUNKS)
-            tl.store(mass + head, tl.sum(tl.where(g < G, tl.exp2(own - totals), 0.0), 0) / G)
-    value = tl.zeros([CHUNK], tl.float32)
-    nothing = n < 0
-    for i in tl.static_range(G):
-        score = tl.load(scores + (head * G + i) * N + place)
-        if AUTHORS:  # average with sign
-            value += tl.where(score == float("-inf"), 0.0, score)
-        else:
-            value += tl.exp2(score - tl.sum(tl.where(g == i, totals, 0.0), 0))
-        nothing = score == float("-inf")
-    key = tl.where(nothing, NOTHING, _ordered(value / G))
-    tl.store(importance + head * N + n, key)
-    tl.store(peaks, tl.max(tl.reshape(key, [CHUNK // PEAK, PEAK]), 1))
+    at = chunk * CHUNK + m * EACH
+    if WEIGH:
+        all_of_it = column
+        if not AUTHORS:
+            more = (edge - sink).to(tl.float32) / (last - first).to(tl.float32)
+            own, all_of_it = _estimated(stats, stat, head * G + g, g < G, slots, near, more, SLOTS, NEAR_SLOTS)
+            if chunk == 0:
+                tl.store(mass + head, tl.sum(tl.where(n < G, tl.exp2(own - all_of_it), 0.0), 0) / G)
+        importance += head * N + at[:, None] + tl.arange(0, PER)[None, :]
+        key = _share(a0, column, all_of_it, at, low, high, G, GP, PER, AUTHORS)
+        tl.store(importance, key)
+        best = tl.max(key, 1)
+        if ROUNDS > 1:
+            key = _share(a1, column, all_of_it, at + PER, low, high, G, GP, PER, AUTHORS)
+            tl.store(importance + PER, key)
+            best = tl.maximum(best, tl.max(key, 1))
+        if ROUNDS > 2:
+            key = _share(a2, column, all_of_it, at + 2 * PER, low, high, G, GP, PER, AUTHORS)
+            tl.store(importance + 2 * PER, key)
+            best = tl.maximum(best, tl.max(key, 1))
+            key = _share(a3, column, all_of_it, at + 3 * PER, low, high, G, GP, PER, AUTHORS)
+            tl.store(importance + 3 * PER, key)
+            best = tl.maximum(best, tl.max(key, 1))
+        tl.store(peaks, tl.max(tl.reshape(best, [CHUNK // PEAK, PEAK // EACH]), 1))
+    else:
+        to = scores + (head * G + g)[None, :] * N + chunk * CHUNK + m[:, None] + offset[None, :] * M
+        real = (g < G)[None, :]
+        a0 = _candidates(a0, column, at, offset, low, high)
+        tl.store(to, a0, mask=real)
+        most = a0
+        if ROUNDS > 1:
+            a1 = _candidates(a1, column, at + PER, offset, low, high)
+            tl.store(to + PER * M, a1, mask=real)
+            most = tl.maximum(most, a1)
+        if ROUNDS > 2:
+            a2 = _candidates(a2, column, at + 2 * PER, offset, low, high)
+            a3 = _candidates(a3, column, at + 3 * PER, offset, low, high)
+            tl.store(to + 2 * PER * M, a2, mask=real)
+            tl.store(to + 3 * PER * M, a3, mask=real)
+            most = tl.maximum(most, tl.maximum(a2, a3))
+        count = tl.maximum(tl.minimum(high, (chunk + 1) * CHUNK) - tl.maximum(low, chunk * CHUNK), 1).to(tl.float32)
+        most = tl.max(tl.reshape(tl.max(most, 0), [PER, GP]), 0)
+        safe = tl.where(most == float("-inf"), 0.0, most)
+        top = tl.reshape(tl.broadcast_to(safe[None, :], [PER, GP]), [PER * GP])
+        weight, moved, off, square = _weigh(a0, top)
+        if ROUNDS > 1:
+            w, x1, x2, x3 = _weigh(a1, top)
+            weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
+        if ROUNDS > 2:
+            w, x1, x2, x3 = _weigh(a2, top)
+            weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
+            w, x1, x2, x3 = _weigh(a3, top)
+            weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
+        weight = _fold(tl.sum(weight, 0), PER, GP)
+        moved = _fold(tl.sum(moved, 0), PER, GP)
+        off = _fold(tl.sum(off, 0), PER, GP)
+        square = _fold(tl.sum(square, 0), PER, GP)
+        # Of the chunk: the maximum, the sum of 2^(score - maximum), the mean score under those weights, the plain mean, the squares around it.
+        tl.store(stats, most, mask=group < G)
+        tl.store(stats + stat, weight, mask=group < G)
+        tl.store(stats + 2 * stat, safe + moved / tl.maximum(weight, 1e-30), mask=group < G)
+        tl.store(stats + 3 * stat, safe + off / count, mask=group < G)
+        tl.store(stats + 4 * stat, tl.maximum(square - off * off / count, 0.0), mask=group < G)
 
 
 @triton.jit
@@ -1173,37 +1240,48 @@ def _enough(shares, chosen, mass, left, least, K, KP: tl.constexpr):
     tl.store(chosen + place, p, mask=keep)
 
 
-def score(
-    q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, authors: bool, scratch: Scratch, near: tuple[Tensor, Tensor] | None = None,
-) -> None:  # fmt: skip
-    """Score all candidates by the critical channels, and how much each matters to its KV head, into `scratch`.
+def estimate(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, sample: Sample, near: tuple[Tensor, Tensor] | None = None, newest: bool = True) -> None:
+    """Score the candidates of some blocks by the critical channels.
 
     Args:
-        q: the true query `[B, H, 1, D]`. pos: int64 `[1]`. scale: of the exact scores. sink, recent, authors: see `retrieval`.
-        near: K of sink and ring, `[B, KV, sink, D]` and `[B, KV, slots, D]`, if they count as well (`scratch` with `near_blocks`); None: they do not.
+        q: `[B, H, 1, D]`. pos: int64 `[1]`. scale: of the exact scores. sink, recent: see `retrieval`.
+        near: K of sink and ring, `[B, KV, sink, D]` and `[B, KV, slots, D]`, where the sample has room for their sums (`near_blocks`).
+        newest: the newest token is among them.
     """
+    _launch_scores(q, rows, pos, scale, sink, recent, sample, near, newest)
+
+
+def weigh(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, scratch: Scratch, authors: bool = False) -> None:
+    """How much each candidate matters to its KV head (`retrieval.importance`), the sum of all attention being known from `scratch.chooses`; for the authors' choice none is needed."""
+    _launch_scores(q, rows, pos, scale, sink, recent, scratch.chooses, weighs=scratch, authors=authors)
+
+
+def _launch_scores(q, rows, pos, scale, sink, recent, sample, near=None, newest=True, weighs=None, authors=False) -> None:
     B, H, _, D = q.shape
     KV, C = rows.index.shape[1:]
-    s, G = scratch, H // KV
-    N, chunks, power, launch = s.positions, s.positions // s.CHUNK, triton.next_power_of_2, _launch(q.device)
+    G, power = H // KV, triton.next_power_of_2
     codes, ranges = rows.planes[0], rows.planes[-1]
     if rows.bits < 16:
         codes = codes.view(torch.int32 if rows.bits == 4 else torch.int16)
     # Codes of a word, and how many of them share a product: at most four rounds, and no product of fewer than 8 columns.
-    GP, exact = power(G), q.dtype == torch.float32
-    per = min(s.each, max(8 // GP, s.each // 4, 1))
+    GP, each, exact = power(G), _each(rows.bits), q.dtype == torch.float32
+    per = min(each, max(8 // GP, each // 4, 1))
     GP = max(GP, 8 // per)
     sink_k, ring_k = near or (q, q)
-    slots = chunks + s.near
-    _scores_kernel[(slots, B * KV)](
-        q, rows.index, rows.slot, codes, ranges, sink_k, ring_k, s.scores, s.stats, pos, scale, rows.begin, sink, recent, D, N,
-        codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H, slots, ring_k.shape[2],
-        GN=max(8, power(G)), BLOCK_D=max(16, power(D)), NEAR=s.near > 0, SINK_TILES=_near_tiles(sink, recent, BLOCK)[0], C=C, STEP=16 if rows.bits == 16 or exact else 32, G=G, GP=GP, PER=per, BITS=rows.bits, EACH=s.each, CHUNK=s.CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **launch,
+    N, slots = (weighs or sample).positions, sample.stats.shape[3]
+    importance, peaks, mass = (weighs.importance, weighs.peaks, weighs.mass) if weighs else (q, q, q)
+    _scores_kernel[(N // CHUNK if weighs else slots, B * KV)](
+        q, rows.index, rows.slot, codes, ranges, sink_k, ring_k, sample.scores, sample.stats, importance, peaks, mass, pos, scale, rows.begin, sink, recent, D, N,
+        codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H, slots, sample.near, ring_k.shape[2],
+        GN=max(8, power(G)), BLOCK_D=max(16, power(D)), SINK_TILES=_near_tiles(sink, recent, BLOCK)[0], NEWEST=newest, SLOTS=power(slots - sample.near), NEAR_SLOTS=power(sample.near) if sample.near else 0,
+        WEIGH=weighs is not None, PEAK=weighs.peak if weighs else 0, AUTHORS=authors, FEWEST=FEWEST, C=C, STEP=16 if rows.bits == 16 or exact else 32,
+        G=G, GP=GP, PER=per, BITS=rows.bits, EACH=each, CHUNK=CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **_launch(q.device),
     )  # fmt: skip
-    _importance_kernel[(chunks, B * KV)](
-        s.scores, s.stats, s.importance, s.peaks, s.mass, pos, rows.begin, recent, N, slots, B * H,
-        NEAR=s.near > 0, G=G, GP=power(G), EACH=s.each, CHUNK=s.CHUNK, PEAK=s.peak, CHUNKS=power(slots), AUTHORS=authors, num_warps=4, **launch,
-    )  # fmt: skip
+
+
+def _each(bits: int) -> int:
+    """Codes of a word of channel rows: of 16 bits, at 4 bits of 32."""
+    return 8 if bits <= 4 else 16 // bits
 
 
 def _near_tiles(sink: int, recent: int, tile: int) -> tuple[int, int]:
@@ -1220,7 +1298,7 @@ def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor, pos: Ten
     """Choose the K candidates that matter most to each KV head, or, with `left`, as many of them as it needs: see `retrieval.needed`.
 
     Args:
-        scratch: filled by `score`. begin: position of its first score.
+        scratch: filled by `weigh`. begin: position of its first score.
         chosen: output, int32 `[B, KV, K]`: positions, ascending, ties to the lowest; -1 behind the last where there are fewer candidates.
         guess: int32 `[B, KV]`, kept from step to step, at first 0: the last choice's threshold, from which this one is found sooner.
     """
@@ -1247,10 +1325,62 @@ def _lean(q, covariance, along, head, part, D, DV, G: tl.constexpr, GP: tl.const
 
 
 @triton.jit
+def _on_host(table, head, p, valid, width, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Addresses of K and V at positions p, `width` bytes both together, where they are valid."""
+    at_k = tl.zeros([TILE], tl.int64)
+    at_v = tl.zeros([TILE], tl.int64)
+    for j in range(1, tl.load(table).to(tl.int32) + 1):
+        start, rows = tl.load(table + j * WIDTH), tl.load(table + j * WIDTH + 1)
+        here = valid & (p >= start) & (p < start + rows)
+        row = (head * rows + p - start) * width
+        at_k = tl.where(here, tl.load(table + j * WIDTH + 2) + row, at_k)
+        at_v = tl.where(here, tl.load(table + j * WIDTH + 3) + row, at_v)
+    return at_k, at_v
+
+
+@triton.jit
+def _fetch_tokens_kernel(table, chosen, k, v, K, rows, D, DV, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    _wait(PDL)
+    kind = k.dtype.element_ty
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    for tile in range(tl.program_id(1), tl.cdiv(K, TILE), tl.num_programs(1)):
+        n = tile * TILE + tl.arange(0, TILE).to(tl.int64)
+        p = tl.load(chosen + head * K + n, mask=n < K, other=-1).to(tl.int64)
+        valid = p >= 0
+        at_k, at_v = _on_host(table, head, p, valid, (D + DV) * (kind.primitive_bitwidth // 8), TILE, WIDTH)
+        mask_k, mask_v = valid[:, None] & (d < D)[None, :], valid[:, None] & (dv < DV)[None, :]
+        new_k = tl.load(tl.multiple_of(at_k.to(tl.pointer_type(kind)), ALIGN)[:, None] + d[None, :], mask=mask_k, other=0.0)
+        new_v = tl.load(tl.multiple_of(at_v.to(tl.pointer_type(kind)), ALIGN)[:, None] + dv[None, :], mask=mask_v, other=0.0)
+        tl.store(k + (head * rows + n)[:, None] * D + d[None, :], new_k, mask=mask_k)
+        tl.store(v + (head * rows + n)[:, None] * DV + dv[None, :], new_v, mask=mask_v)
+
+
+def _alignment(*rows: Tensor) -> int:
+    """Bytes to whose multiple every row of K and V on the host lies."""
+    return math.gcd(16, *(x.shape[-1] * x.element_size() for x in rows))
+
+
+def fetch_tokens(table: Tensor, chosen: Tensor, k: Tensor, v: Tensor) -> None:
+    """Copy K and V of the `chosen` tokens from the host, which they are read from in place.
+
+    Args:
+        table: of slabs. chosen: int32 `[B, KV, K]`, positions, -1: none, whose row is left alone.
+        k, v: outputs, `[B, KV, >= K, D]` and `[B, KV, >= K, Dv]`.
+    """
+    (B, KV, K), D, DV, (tile, warps), power = chosen.shape, k.shape[3], v.shape[3], GATHER_TILE, triton.next_power_of_2
+    # Not all at once: what else the GPU reads meanwhile would wait behind them.
+    programs = min(max(K // tile // 4, 4), 16, -(-K // tile))
+    _fetch_tokens_kernel[(B * KV, programs)](
+        table, chosen, k, v, K, k.shape[2], D, DV, TILE=tile, WIDTH=table.shape[1], BLOCK_D=power(D), BLOCK_DV=power(DV), ALIGN=_alignment(k, v), num_warps=warps, **_launch(k.device),
+    )  # fmt: skip
+
+
+@triton.jit
 def _gather_kernel(
-    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, scores, covariance, along, part, parts, pos, scale, begin, sink, ring, recent, K, N, D, DV, staged_rows, tiles,
-    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr,
-    STAGED: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, covariance, along, part, parts, pos, scale, sink, ring, recent, K, D, DV, staged_rows, tiles,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr,
+    STAGED: tl.constexpr, TILT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _wait(PDL)
@@ -1264,8 +1394,6 @@ def _gather_kernel(
     edge = _edge(pos, recent)
     i = tl.arange(0, TILE).to(tl.int64)
     g = tl.arange(0, GP)
-    hat = tl.full([GP], float("-inf"), tl.float32)
-    hat_mean = tl.zeros([GP], tl.float32)
     # Addresses as numbers, since the rows lie in different tensors.
     if tile < SINK_TILES:
         row = tile * TILE + i
@@ -1285,22 +1413,7 @@ def _gather_kernel(
             at_k = staged_k.to(tl.int64) + (head * staged_rows + n) * D * size
             at_v = staged_v.to(tl.int64) + (head * staged_rows + n) * DV * size
         else:
-            at_k = tl.zeros([TILE], tl.int64)
-            at_v = tl.zeros([TILE], tl.int64)
-            for j in range(1, tl.load(table).to(tl.int32) + 1):
-                start, rows = tl.load(table + j * WIDTH), tl.load(table + j * WIDTH + 1)
-                here = valid & (p >= start) & (p < start + rows)
-                row = head * rows + p - start
-                at_k = tl.where(here, tl.load(table + j * WIDTH + 2) + row * (D + DV) * size, at_k)
-                at_v = tl.where(here, tl.load(table + j * WIDTH + 3) + row * (D + DV) * size, at_v)
-        if TAIL:
-            hats = tl.load(scores + (head * G + g)[:, None] * N + _place(p - begin, EACH, CHUNK)[None, :], mask=(g < G)[:, None] & valid[None, :], other=float("-inf"))
-            high = tl.max(hats, 1)
-            safe = tl.where(high == float("-inf"), 0.0, high)
-            w = tl.exp2(hats - safe[:, None])
-            total = tl.sum(w, 1)
-            hat = safe + tl.log2(total)
-            hat_mean = tl.sum(tl.where(w > 0, w * hats, 0.0), 1) / tl.maximum(total, 1e-30)
+            at_k, at_v = _on_host(table, head, p, valid, (D + DV) * size, TILE, WIDTH)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     k = tl.load(tl.multiple_of(at_k.to(tl.pointer_type(kind)), ALIGN)[:, None] + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
@@ -1313,15 +1426,13 @@ def _gather_kernel(
     o = tl.sum(w[:, :, None] * v[None, :, :], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
     at = (head * G + g) * tiles + tile
     tl.store(part + at[:, None] * DV + dv[None, :], o, mask=(g < G)[:, None] & (dv < DV)[None, :])
-    tl.store(parts + at * 3, tl.where(total == 0.0, float("-inf"), high + tl.log2(total)), mask=g < G)
-    tl.store(parts + at * 3 + 1, hat, mask=g < G)
-    tl.store(parts + at * 3 + 2, hat_mean, mask=g < G)
+    tl.store(parts + at, tl.where(total == 0.0, float("-inf"), high + tl.log2(total)), mask=g < G)
 
 
 @triton.jit(do_not_specialize=["chunks", "slots"])
 def _join_tail_kernel(
-    part, parts, stats, vsum, along, out, pos, scale, begin, sink, recent, K, tiles, chunks, slots, heads, DV,
-    G: tl.constexpr, BLOCK_DV: tl.constexpr, TILES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, PDL: tl.constexpr,
+    part, parts, scores, stats, chosen, vsum, along, out, pos, scale, begin, sink, recent, K, N, tiles, chunks, slots, heads, DV,
+    G: tl.constexpr, BLOCK_DV: tl.constexpr, KP: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FEWEST: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # of B * H
     _wait(PDL)
@@ -1329,7 +1440,7 @@ def _join_tail_kernel(
     i = tl.arange(0, TILES)
     there = i < tiles
     dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    lse = tl.load(parts + (row * tiles + i) * 3, mask=there, other=float("-inf"))
+    lse = tl.load(parts + row * tiles + i, mask=there, other=float("-inf"))
     values = tl.load(part + (row * tiles + i)[:, None] * DV + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
     high = tl.max(lse, 0)
     if TAIL:
@@ -1339,51 +1450,55 @@ def _join_tail_kernel(
         stat = heads.to(tl.int64) * slots
         highs = tl.load(stats, mask=real, other=float("-inf"))
         mass = tl.load(stats + stat, mask=real, other=0.0)
-        hats = tl.load(parts + (row * tiles + i) * 3 + 1, mask=there, other=float("-inf"))
+        k = tl.arange(0, KP)
+        p = tl.load(chosen + row // G * K + k, mask=k < K, other=-1).to(tl.int64)
         value = tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0)
         edge = _edge(pos, recent)
         if TILT:
             weighted = tl.load(stats + 2 * stat, mask=real, other=0.0)
             means = tl.load(stats + 3 * stat, mask=real, other=0.0)
             squares = tl.load(stats + 4 * stat, mask=real, other=0.0)
-            hat_means = tl.load(parts + (row * tiles + i) * 3 + 2, mask=there, other=0.0)
             shift = tl.load(along + row * DV + dv, mask=dv < DV, other=0.0)
         high = tl.maximum(high, tl.max(highs, 0))
     weight = tl.exp2(lse - high)
     o = tl.sum(weight[:, None] * values, 0)
     total = tl.sum(weight, 0)
     if TAIL:
-        count = tl.maximum(edge - sink, 1).to(tl.float32)
+        # Sums are over the sample, which stands for all.
+        stride, first, last = _sampled(edge, begin, sink, FEWEST)
+        n = p - begin
+        looked_at = (p >= 0) & (n // 64 % stride == stride // 2)
+        hats = tl.load(scores + row * N + _place(n // 64 // stride * 64 + n % 64, EACH, CHUNK), mask=looked_at, other=float("-inf"))
+        count, seen = tl.maximum(edge - sink, 1).to(tl.float32), tl.maximum(last - first, 1).to(tl.float32)
         mass *= tl.exp2(highs - high)
         fetched = tl.exp2(hats - high)
         rest = tl.where(edge - sink > K, tl.maximum(tl.sum(mass, 0) - tl.sum(fetched, 0), 0.0), 0.0)
-        o += rest * (value.to(tl.float32) / count)
-        total += rest
+        o += rest * (value.to(tl.float32) / seen)
+        total += rest * (count / seen)
         if TILT:
             # The number of candidates in each chunk, for the mean and the variance of all scores.
-            first = begin + c * CHUNK
-            n = tl.maximum(tl.minimum(first + CHUNK, edge) - tl.maximum(first, sink), 0).to(tl.float32)
-            some = real & (n > 0)
-            mean = tl.sum(tl.where(some, n * means, 0.0), 0) / count
+            each = tl.maximum(tl.minimum((c + 1) * CHUNK, last) - tl.maximum(c * CHUNK, first), 0).to(tl.float32)
+            some = real & (each > 0)
+            mean = tl.sum(tl.where(some, each * means, 0.0), 0) / seen
             off = tl.where(some, means - mean, 0.0)
-            variance = tl.sum(tl.where(some, squares, 0.0) + n * off * off, 0) / count
-            moved = tl.sum(tl.where(some, mass * weighted, 0.0), 0) - tl.sum(fetched * hat_means, 0)
+            variance = tl.sum(tl.where(some, squares, 0.0) + each * off * off, 0) / seen
+            moved = tl.sum(tl.where(some, mass * weighted, 0.0), 0) - tl.sum(tl.where(looked_at, fetched * hats, 0.0), 0)
             # Scores are times log2(e), r is of natural ones.
             r = tl.where((variance > 0.0) & (rest > 0.0), (moved - mean * rest) * LOG2E / tl.maximum(variance, 1e-30), 0.0)
-            o += shift * (r * scale)
+            o += shift * (r * scale * (count / seen))
     tl.store(out + row * DV + dv, (o / total).to(out.dtype.element_ty), mask=dv < DV)
 
 
 def gather_attention(
     q: Tensor, sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], table: Tensor | None, staged: tuple[Tensor, Tensor] | None, chosen: Tensor,
-    pos: Tensor, scale: float, recent: int, begin: int, scratch: Scratch, vsum: Tensor | None, covariance: Tensor | None = None,
+    pos: Tensor, scale: float, recent: int, begin: int, bits: int, sample: Sample, vsum: Tensor | None, covariance: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Exact attention over sink, chosen tokens and window; with `vsum`, the mass of the candidates left out goes to their mean value.
 
     Args:
         q: `[B, H, 1, D]`. sink, ring: K and V, `[B, KV, sink, D]` and `[B, KV, slots, D]`. chosen: int32 `[B, KV, K]`, -1: none.
         table: of slabs, whose K and V rows are read in place in host memory; or staged: the rows themselves, `[B, KV, >= K, D]`.
-        begin: position of the first score. vsum: the candidates' sum of V, float64 `[B, KV, Dv]`.
+        begin, bits: of the channel rows. sample: of their scores by q. vsum: the candidates' sum of V, float64 `[B, KV, Dv]`.
         covariance: of K with V over the candidates, float32 `[B, KV, D, Dv]`: the value follows the query, see `retrieval.tail_shift`.
 
     Returns:
@@ -1391,25 +1506,25 @@ def gather_attention(
     """
     B, H, _, D = q.shape
     KV, K, DV = chosen.shape[1], chosen.shape[2], sink[1].shape[3]
-    n_sink, slots, G, tile, s = sink[0].shape[2], ring[0].shape[2], H // KV, GATHER_TILE[0], scratch
+    n_sink, slots, G, tile, s = sink[0].shape[2], ring[0].shape[2], H // KV, GATHER_TILE[0], sample
     counts = [*_near_tiles(n_sink, recent, tile), -(-K // tile)]
     tiles = sum(counts)
     part = torch.empty(B * H, tiles, DV, dtype=torch.float32, device=q.device)
-    parts = torch.empty(B * H, tiles, 3, dtype=torch.float32, device=q.device)  # log-sum-exp; that of the approximate scores, and their mean
+    parts = torch.empty(B * H, tiles, dtype=torch.float32, device=q.device)  # log-sum-exp
     staged_k, staged_v = staged or ring
     power, launch, tail, tilt = triton.next_power_of_2, _launch(q.device), vsum is not None, covariance is not None
     along = torch.empty(B * H, DV, dtype=torch.float32, device=q.device) if tilt else part
     _gather_kernel[(B * KV, tiles + tilt * -(-DV // 16))](
-        q, *sink, *ring, table, staged_k, staged_v, chosen, s.scores, covariance, along, part, parts, pos, scale, begin, n_sink, slots, recent, K, s.positions, D, DV, staged_k.shape[2], tiles,
+        q, *sink, *ring, table, staged_k, staged_v, chosen, covariance, along, part, parts, pos, scale, n_sink, slots, recent, K, D, DV, staged_k.shape[2], tiles,
         G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
-        WIDTH=table.shape[1] if table is not None else 0, EACH=s.each, CHUNK=s.CHUNK, STAGED=table is None, TAIL=tail, TILT=tilt, ALIGN=math.gcd(16, D * q.element_size(), DV * q.element_size()), num_warps=GATHER_TILE[1], **launch,
+        WIDTH=table.shape[1] if table is not None else 0, STAGED=table is None, TILT=tilt, ALIGN=_alignment(*ring), num_warps=GATHER_TILE[1], **launch,
     )  # fmt: skip
     out = torch.empty(B, H, 1, DV, dtype=q.dtype, device=q.device)
     slots, width = s.stats.shape[3], min(32, power(DV))
     chunks = slots - s.near
     _join_tail_kernel[(B * H, -(-DV // width))](
-        part, parts, s.stats, vsum, along, out, pos, scale, begin, n_sink, recent, K, tiles, chunks, slots, B * H, DV,
-        G=G, BLOCK_DV=width, TILES=power(tiles), CHUNK=s.CHUNK, CHUNKS=power(chunks), TAIL=tail, TILT=tilt, num_warps=4, **launch,
+        part, parts, s.scores, s.stats, chosen, vsum, along, out, pos, scale, begin, n_sink, recent, K, s.positions, tiles, chunks, slots, B * H, DV,
+        G=G, BLOCK_DV=width, KP=power(K), EACH=_each(bits), TILES=power(tiles), CHUNK=CHUNK, CHUNKS=power(chunks), FEWEST=FEWEST, TAIL=tail, TILT=tilt, num_warps=4, **launch,
     )  # fmt: skip
     return out
 

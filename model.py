@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kernels import linear_add_, norm_gated, norm_linear, rotate, usable
+from kernels import linear_add_, norm_gated, norm_linear, rotate, rotate_query, usable
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # Yi, TinyLlama and SmolLM2 say "llama" in their config files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -313,29 +313,47 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, h: Tensor, layer: int, cache, cos: Tensor, sin: Tensor) -> None:
-        """Add this layer's output to `h [B, T, hidden]` in place."""
-        h += self.self_attn(self.input_layernorm(h), layer, cache, cos, sin)
-        for part in h.split(MLP_TOKENS, 1):
-            part += self.mlp(self.post_attention_layernorm(part))
-
-    def decode(self, h: Tensor, layer: int, cache, cos: Tensor, sin: Tensor, following: "DecoderLayer | None" = None) -> None:
-        """`forward` of one token, `h [1, 1, hidden]`, in as many kernels as there are matrices to wait for.
+    def forward(self, h: Tensor, layer: int, cache, cos: Tensor, sin: Tensor, following: "DecoderLayer | None" = None) -> None:
+        """Add this layer's output to `h [B, T, hidden]` in place.
 
         following: the next layer, where the cache wants its query predicted.
         """
+        ahead = cache.predicts_from if following is not None else None
+        if ahead == "input":
+            cache.foresee(layer + 1, self.predict_query(following, h, cos, sin, cache.predicts_with))
+        h += self.self_attn(self.input_layernorm(h), layer, cache, cos, sin)
+        if ahead == "middle":
+            cache.foresee(layer + 1, self.predict_query(following, h, cos, sin, cache.predicts_with))
+        for part in h.split(MLP_TOKENS, 1):
+            part += self.mlp(self.post_attention_layernorm(part))
+
+    def predict_query(self, following: "DecoderLayer", h: Tensor, cos: Tensor, sin: Tensor, norm: str = "own") -> Tensor:
+        """The next layer's query guessed from the hidden state `h [B, T, hidden]` that enters this one (TailorKV, section 4.2), or its MLP.
+
+        norm: the next layer's "own" input norm, or that of the "previous" layer, this one, which the authors' code reuses.
+        """
+        normed = (following if norm == "own" else self).input_layernorm(h)
+        return rotate(following.self_attn.query(normed), cos, sin)
+
+    def decode(self, h: Tensor, layer: int, cache, cos: Tensor, sin: Tensor, following: "DecoderLayer | None" = None) -> None:
+        """`forward` of one token, `h [1, 1, hidden]`, in as many kernels as there are matrices to wait for."""
         norm, a = self.input_layernorm, self.self_attn
-        ahead = None
+        first = middle = None
         if following is not None:
-            other = following if cache.predicts_with == "own" else self
-            ahead = (other.input_layernorm.weight, following.self_attn.q_proj.weight, following.self_attn.q_proj.bias)
+            other, q_proj = following if cache.predicts_with == "own" else self, following.self_attn.q_proj
+            ahead = (other.input_layernorm.weight, q_proj.weight, q_proj.bias)
+            first, middle = (ahead, None) if cache.predicts_from == "input" else (None, ahead)
         projections = (a.q_proj, a.k_proj, a.v_proj)
-        q, k, v, *guess = norm_linear(h, norm.weight, norm.eps, [p.weight for p in projections], [p.bias for p in projections], ahead)
-        if following is not None:
-            cache.foresee(layer + 1, rotate(following.self_attn.query_heads(*guess), cos, sin))
+        q, k, v, *guess = norm_linear(h, norm.weight, norm.eps, [p.weight for p in projections], [p.bias for p in projections], first)
+        if first is not None:
+            cache.foresee(layer + 1, rotate_query(following.self_attn.query_heads(*guess), cos, sin))
         q, k, v = a.query_heads(q), a.key_heads(k), a.value_heads(v)
         o = cache.rotate_attend(layer, q, k, v, cos, sin) if cache.rotary == "model" else cache.attend(layer, q, k, v)
         linear_add_(h, o.transpose(1, 2).flatten(2), a.o_proj.weight, a.o_proj.bias)
+        if middle is not None:
+            weight, *projection = middle
+            guess = norm_linear(h, weight, norm.eps, projection[:1], projection[1:])
+            cache.foresee(layer + 1, rotate_query(following.self_attn.query_heads(*guess), cos, sin))
         norm, mlp = self.post_attention_layernorm, self.mlp
         x = norm_gated(h, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.gate_proj.bias, mlp.up_proj.bias)
         linear_add_(h, x, mlp.down_proj.weight, mlp.down_proj.bias)
@@ -423,24 +441,11 @@ class Llama(nn.Module):
         fused = h.shape[0] == 1 and usable(h.device)
         for number, layer in enumerate(self.layers):
             predict = number + 1 < len(self.layers) and cache.wants(number + 1)
-            if fused:
-                layer.decode(h, number, cache, cos, sin, self.layers[number + 1] if predict else None)
-                continue
-            if predict:
-                cache.foresee(number + 1, self.predict_query(number + 1, h, cos, sin, cache.predicts_with))
-            layer(h, number, cache, cos, sin)
+            (layer.decode if fused else layer)(h, number, cache, cos, sin, self.layers[number + 1] if predict else None)
         cache.pos += 1
         if fused and type(self.lm_head) is nn.Linear:  # evals/ put another head in its place
             return norm_linear(h[:, -1], self.norm.weight, self.norm.eps, [self.lm_head.weight])[0]
         return self.lm_head(self.norm(h[:, -1]))
-
-    def predict_query(self, layer: int, h: Tensor, cos: Tensor, sin: Tensor, norm: str = "own") -> Tensor:
-        """`layer`'s query guessed from the hidden state `h [B, 1, hidden]` that enters the layer before it (TailorKV, section 4.2).
-
-        `norm`: the layer's "own" input norm, or that of the "previous" layer, which the authors' code reuses.
-        """
-        normed = self.layers[layer if norm == "own" else layer - 1].input_layernorm(h)
-        return rotate(self.layers[layer].self_attn.query(normed), cos, sin)
 
     def _check(self, ids: Tensor) -> None:
         if ids.numel() == 0:

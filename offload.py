@@ -603,11 +603,11 @@ class Prefetcher:
 
     # -- for the kernels, which score and attend in place of plain PyTorch
 
-    def scratch_for(self, G: int, near: int) -> kernels.Scratch:
+    def scratch_for(self, G: int, near: int, ahead: bool) -> kernels.Scratch:
         """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
         if self.scratch is None:
             B, KV, K = self.tokens[0].shape[:3]
-            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.row_bits, self.device, near)
+            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.device, near, ahead)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
@@ -627,8 +627,10 @@ class Prefetcher:
         index, place = first_of(self._index[entry.turn % 2], entry.channels), self._place[:, :, : entry.channels].contiguous()
         return kernels.Rows(planes, index, place, self.row_bits, entry.begin)
 
-    def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+    def tokens_of(self, entry, count: int, rows: kernels.Rows, pos: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
+        if entry.ahead:  # no sooner: this thread would have to wait for the rows
+            entry.look(rows, pos)
         self.fetch_tokens(entry.store, entry.chosen[:, :, :count].long())
         return None, self.tokens
 
@@ -666,16 +668,20 @@ class ZeroCopy:
     where they are until their slot, the least recently used, is needed for another channel; with R = D all of them are there and
     nothing is ever fetched. Without, two buffers take turns as in `Prefetcher`.
 
+    With `ahead` tokens are chosen and fetched there as well, behind the rows.
+
     GPU bytes, with P the positions of whole chunks of 1,024 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
-    `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `kernels.Scratch`.
-    Nothing on the host.
+    `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `kernels.Scratch`; with
+    `ahead` fetched tokens `B * KV * K * (D + Dv) * itemsize`. Nothing on the host.
     """
 
-    def __init__(self, device: torch.device, row_bits: int = 16, resident: int = 0, layers: int = 1):
+    def __init__(self, device: torch.device, row_bits: int = 16, resident: int = 0, layers: int = 1, ahead: bool = False):
         """`layers`: how many sparse layers there are."""
-        self.device, self.row_bits, self.resident, self.layers = device, row_bits, resident, layers
+        self.device, self.row_bits, self.resident, self.layers, self.ahead = device, row_bits, resident, layers, ahead
         self.cuda = device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        # What the decoder's matrices leave of the GPU is little; where both wait for room, it is this that must be ready in time.
+        self.stream = torch.cuda.Stream(device, priority=-1) if self.cuda else None
+        self.tokens: tuple[Tensor, Tensor] | None = None  # with `ahead`: fetched K and V [B, KV, K, D], of each layer in turn
         self.planes: list[list[Tensor]] = []  # of each sparse layer
         self.blocks = 0  # that they hold
         self.scratch: kernels.Scratch | None = None
@@ -704,7 +710,9 @@ class ZeroCopy:
             self._stamp = [torch.zeros(*head, slots, dtype=torch.int64, device=device) for _ in range(n)]
         else:
             self._slot = [None] * n  # row i is the i-th channel's
-        self._written = [Event(device) for _ in range(n)]
+        self._written, self._fetched = ([Event(device) for _ in range(n)] for _ in range(2))
+        if self.ahead and self.tokens is None:
+            self.tokens = tuple(torch.empty(*head, topk, x.shape[3], dtype=x.dtype, device=device) for x in (like_k, like_v))
         self.planes = [held[turn % len(held)] for turn in range(n)]  # last: who sees them finds the others too, whenever an interrupt came
         return True
 
@@ -735,18 +743,18 @@ class ZeroCopy:
             each = new.shape[3]
             plane[..., at * each : (at + 1) * each] = new
 
-    def scratch_for(self, G: int, near: int) -> kernels.Scratch:
+    def scratch_for(self, G: int, near: int, ahead: bool) -> kernels.Scratch:
         """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
         if self.scratch is None:
-            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.row_bits, self.device, near)
+            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.device, near, ahead)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
-        """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch those of their rows that are not there."""
+        """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch those of their rows that are not there; with `ahead`, tokens as well."""
         turn = entry.turn
         index, slot, missing = self._tables(entry)
         self._brought.add(layer)
-        if self.complete:
+        if self.complete and not entry.ahead:
             entry.choose_channels(q, index, slot, missing)
             return
         ready = Event(self.device)
@@ -755,8 +763,14 @@ class ZeroCopy:
             ready.wait()
             entry.choose_channels(q, index, slot, missing, self._held[turn], self._stamp[turn], pos)
             rows = kernels.Rows(self.planes[turn], index, slot, self.row_bits, entry.begin)
-            kernels.fetch_rows(entry.store.table(self.device), rows, missing if self.resident else None, entry.kmax.shape[2], pos, entry.recent)
+            table = entry.store.table(self.device)
+            if not self.complete:
+                kernels.fetch_rows(table, rows, missing if self.resident else None, entry.kmax.shape[2], pos, entry.recent)
             self._written[turn].record()
+            if entry.ahead:
+                entry.look(rows, pos)
+                kernels.fetch_tokens(table, entry.chosen, *self.tokens)
+                self._fetched[turn].record()
 
     def _tables(self, entry) -> list[Tensor]:
         """Channels, slots and misses `[B, KV, C]` of a layer."""
@@ -770,7 +784,7 @@ class ZeroCopy:
         if layer not in self._brought:
             return None
         self._brought.remove(layer)
-        if not self.complete:
+        if not self.complete or entry.ahead:
             self._written[entry.turn].wait()
         index, slot, _ = self._tables(entry)
         return kernels.Rows(self.planes[entry.turn], index, slot, self.row_bits, entry.begin)
@@ -778,8 +792,11 @@ class ZeroCopy:
     def done_with_rows(self, turn: int) -> None:
         """Nothing to do, see `bring`."""
 
-    def tokens_of(self, entry, count: int) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """For `kernels.gather_attention`: the slab table, through which it reads the rows itself."""
+    def tokens_of(self, entry, count: int, rows: kernels.Rows, pos: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """For `kernels.gather_attention`: the slab table, through which it reads the rows itself; with `ahead`, the rows, once they are there."""
+        if entry.ahead:
+            self._fetched[entry.turn].wait()
+            return None, self.tokens
         return entry.store.table(self.device), None
 
     def wait_all(self) -> None:
@@ -789,7 +806,7 @@ class ZeroCopy:
 
     def close(self) -> None:
         self.wait_all()
-        self.planes, self.blocks, self.scratch, self.stale = [], 0, None, True
+        self.planes, self.blocks, self.tokens, self.scratch, self.stale = [], 0, None, None, True
         self._index = self._slot = self._missing = self._held = self._stamp = []
 
     def nbytes(self) -> dict[str, dict[str, int]]:
@@ -798,12 +815,13 @@ class ZeroCopy:
         tables = {x.data_ptr(): x.nbytes for x in (*self._index, *self._slot, *self._missing, *self._held, *self._stamp) if x is not None}
         rows = {id(planes): sum(plane.nbytes for plane in planes) for planes in self.planes}
         scores = self.scratch.nbytes() if self.scratch is not None else 0
-        return {"gpu": {"critical rows": sum(rows.values()), "index tables": sum(tables.values()), "scores": scores}, "host": {}}
+        fetched = sum(x.nbytes for x in self.tokens or ())
+        return {"gpu": {"critical rows": sum(rows.values()), "index tables": sum(tables.values()), "fetched tokens": fetched, "scores": scores}, "host": {}}
 
 
 def whole_chunks(blocks: int) -> int:
     """Blocks rounded up, since kernels read rows in whole chunks."""
-    return -(-blocks * BLOCK // kernels.Scratch.CHUNK) * kernels.Scratch.CHUNK // BLOCK
+    return -(-blocks * BLOCK // kernels.CHUNK) * kernels.CHUNK // BLOCK
 
 
 def first_of(table: Tensor, count: int) -> Tensor:

@@ -20,12 +20,19 @@ Where the authors' code differs from the better choice, both are here. `aggregat
 with sign, so that opposite heads cancel; otherwise |q| is averaged for channels, and for tokens the softmaxes, over the candidates
 ("mean") or over sink and window too ("all"), so that a head which looks at the window has little say in what is fetched.
 
+With `ahead`, not in the paper either, steps b to e run while layer l - 1 is in its MLP: by a query predicted from the hidden state in
+front of that, which is close enough to the true one to choose what to fetch, so that no transfer is left to wait for. Attention takes
+the true query, and so does the tail, which would suffer most: its mass and its value's shift are estimated from the true query's
+scores of some blocks (`kernels.stride`).
+
 With `left` K is a limit: a KV head fetches until less than this share of its approximated attention, sink and window included,
 is left, and no fewer than `least` tokens. Attention that is spread out asks for many, attention on few for few.
 
 Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` head_dim, `C` channels, `K` tokens fetched,
 `M` candidates.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -59,25 +66,26 @@ def approximate_scores(q: Tensor, index: Tensor, rows: Tensor, scale: float) -> 
     return (q @ rows.float()) * scale
 
 
-def importance(scores: Tensor, authors: bool = False, near: Tensor | None = None) -> Tensor:
-    """How much each candidate matters to a KV head: scores `[B, KV, G, M]` to `[B, KV, M]`, larger is more.
+def importance(scores: Tensor, authors: bool = False, near: Tensor | None = None, own: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """How much each candidate matters to a KV head: scores `[B, KV, G, M]` to `[B, KV, M]`, larger is more; and the sum over all, `[B, KV, 1]`.
 
-    near: log-sum-exp of the scores of sink and window, `[B, KV, G, 1]`; then the result is a share of all attention.
+    near: log-sum-exp of the scores of sink and window, `[B, KV, G, 1]`; then the result is a share of all attention. own: that of the scores, if it is not to be computed.
     """
     if authors:
-        return scores.mean(2)
-    total = scores.logsumexp(-1, keepdim=True)
-    return (scores - (total if near is None else torch.logaddexp(total, near))).exp().mean(2)
+        return scores.mean(2), None
+    own = scores.logsumexp(-1, keepdim=True) if own is None else own
+    total = own if near is None else torch.logaddexp(own, near)
+    return (scores - total).exp().mean(2), (own - total).exp().mean(2)
 
 
-def needed(shares: Tensor, chosen: Tensor, left: float, least: int) -> Tensor:
+def needed(shares: Tensor, mass: Tensor, chosen: Tensor, left: float, least: int) -> Tensor:
     """Which of the chosen candidates are worth fetching: bool like `chosen [B, KV, K]`, ascending positions of the largest shares.
 
     Those without which `left` or more of the attention would be left, the largest taken first, ties to the lowest position; and the
-    first `least`. shares: of all attention, `[B, KV, M]`.
+    first `least`. shares: of all attention, `[B, KV, M]`; mass: their sum, `[B, KV, 1]`.
     """
     share, order = shares.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
-    rest = shares.sum(-1, keepdim=True) - (share.cumsum(-1) - share)  # before each is taken
+    rest = mass - (share.cumsum(-1) - share)  # before each is taken
     rank = torch.arange(share.shape[-1], device=share.device)
     return torch.zeros_like(rest, dtype=torch.bool).expand_as(share).scatter(-1, order, (rest >= left) | (rank < least))
 
@@ -169,7 +177,7 @@ def tail_shift(q: Tensor, scores: Tensor, left: Tensor, covariance: Tensor, scal
     B, KV, G, _ = scores.shape
     spread = scores - scores.mean(-1, keepdim=True)
     variance = spread.square().mean(-1, keepdim=True)
-    moved = (left.softmax(-1) * spread).sum(-1, keepdim=True)
+    moved = (left.softmax(-1).nan_to_num() * spread).sum(-1, keepdim=True)  # NaN: nothing is left
     r = torch.where(variance > 0, moved / torch.where(variance > 0, variance, 1.0), 0.0)  # [B, KV, G, 1]
     along = q.reshape(B, KV, G, -1).float() @ covariance  # [B, KV, G, Dv]
     return (r * scale * along).reshape(B, KV * G, 1, -1)
@@ -189,11 +197,11 @@ class SparseLayer:
 
     def __init__(
         self, sink: int, recent: int, channels: int, topk: int, aggregation: str, tail: bool, pinner: Pinner, prefetcher: Prefetcher | ZeroCopy, turn: int, tilt: bool = False,
-        left: float = 0.0, least: int = 0,
+        left: float = 0.0, least: int = 0, ahead: bool = False,
     ):  # fmt: skip
         """`turn`: this layer's place among the sparse layers, which decides its row buffer. For the others see `TailorConfig`."""
         self.sink_size, self.recent, self.channels, self.topk, self.tail, self.turn = sink, recent, channels, topk, tail, turn
-        self.authors, self.among_all, self.left, self.least = aggregation == "authors", aggregation == "all", left, least
+        self.authors, self.among_all, self.left, self.least, self.ahead = aggregation == "authors", aggregation == "all", left, least, ahead
         self.store, self.prefetcher = HostStore(pinner, prefetcher.row_bits), prefetcher
         self.tilt = tilt and tail
         self.ring: Ring | None = None
@@ -202,6 +210,7 @@ class SparseLayer:
         self.chosen: Tensor | None = None  # the last step's: index of fetched positions [B, KV, K], -1 where there are fewer
         self.guess: Tensor | None = None  # for the kernels: the last choice's threshold
         self._index: Tensor | None = None  # channels under way
+        self._foreseen: tuple[Tensor, float] | None = None  # the predicted query, and the scale of its scores
         self.slope: Tensor | None = None  # for the kernels, with `tilt`: the covariance, float32 [B, KV, D, Dv]
         self._counted = -1  # candidates that are in it
 
@@ -308,12 +317,14 @@ class SparseLayer:
         at = first % self.ring.size
         return self.ring.k[:, :, at : at + BLOCK], self.ring.v[:, :, at : at + BLOCK]
 
-    def foresee(self, layer: int, q: Tensor, length: int, pos: Tensor) -> None:
+    def foresee(self, layer: int, q: Tensor, length: int, pos: Tensor, scale: float) -> None:
         """Choose channels for the step that makes it `length` tokens by the predicted query `[B, H, 1, D]`, and start their transfer.
 
-        `pos`: int64 `[1]`, the same length less one, on the device.
+        With `ahead` it chooses the tokens, too. `pos`: int64 `[1]`, the same length less one, on the device.
         """
         start, stop = self.sink_size, self.edge(length)
+        # Kept until the layer has attended: its memory would be taken by what comes next in this stream, while another stream still reads it.
+        self._foreseen = (q, scale)
         if self.by_kernels(length):
             self.prefetcher.bring(layer, self, q, pos, stop)
             return
@@ -343,11 +354,15 @@ class SparseLayer:
         start, stop = self.sink_size, self.edge(length)
         parts = [[x[:, :, : min(start, length)] for x in self.sink]]
         self.chosen = left_out = None
+        looks, self._foreseen = self._foreseen if self.ahead and self._foreseen else (q, scale), None
         parts.append(self.ring.read(max(start, stop), length) if length > start else [x[:, :, :0] for x in (k, v)])
         keys, values = (torch.cat(x, 2) for x in zip(*parts))
         o, lse = small_attention(q, keys, values, scale)
         if stop > start and self.topk:
-            self.chosen, left_out = self._choose(layer, q, scale, start, stop, lse)
+            near = lse
+            if self.ahead:  # the newest token was not there
+                _, near = small_attention(looks[0], keys[:, :, :-1], values[:, :, :-1], looks[1])
+            self.chosen, left_out = self._choose(layer, q, scale, start, stop, near, *looks)
             fetched = self.prefetcher.fetch_tokens(self.store, self.chosen)
             o, lse = merge_attention(o, lse, *small_attention(q, *fetched, scale, (self.chosen >= 0).unsqueeze(2)))
         if left_out is not None:
@@ -361,22 +376,42 @@ class SparseLayer:
         """What `attend` does (k None: the token is in the ring already), with nothing on the device depending on the host's `length`, so that a CUDA graph can hold it."""
         if k is not None:
             kernels.rotate_append(q, k, v, None, None, self.ring.k, self.ring.v, pos, self.ring.size)
-        q, (B, KV), stop = q.contiguous(), self.kmax.shape[:2], self.edge(length)
-        if self.chosen is None or self.chosen.shape != (B, KV, self.topk):
-            self.chosen = torch.empty(B, KV, self.topk, dtype=torch.int32, device=q.device)
-            self.guess = torch.zeros(B, KV, dtype=torch.int32, device=q.device)
+        q, stop = q.contiguous(), self.edge(length)
         rows = self.prefetcher.brought(layer, self, stop)
         if rows is None:  # not foreseen: the channels are chosen, exactly, on the spot
+            self._foreseen = (q, scale)
             self.prefetcher.bring(layer, self, q, pos, stop)
             rows = self.prefetcher.brought(layer, self, stop)
-        scratch = self.prefetcher.scratch_for(q.shape[1] // KV, kernels.near_blocks(self.sink_size, self.recent) if self.among_all else 0)
-        near = (self.sink[0], self.ring.k) if self.among_all else None
-        kernels.score(q, rows, pos, scale, self.sink_size, self.recent, self.authors, scratch, near)
-        kernels.select(scratch, self.begin, self.chosen, self.guess, pos, self.sink_size, self.recent, self.left, self.least)
+        sample = self._scratch(q).attends
+        if not self.ahead:
+            self.choose_tokens(q, rows, pos, scale)
+        elif self.tail:
+            kernels.estimate(q, rows, pos, scale, self.sink_size, self.recent, sample)
+        table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size), rows, pos)
         self.prefetcher.done_with_rows(self.turn)
-        table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size))
         ring = (self.ring.k, self.ring.v)
-        return kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, self.begin, scratch, self.vsum, self.slope)
+        o = kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, rows.begin, rows.bits, sample, self.vsum, self.slope)
+        self._foreseen = None
+        return o
+
+    def _scratch(self, q: Tensor) -> kernels.Scratch:
+        near = kernels.near_blocks(self.sink_size, self.recent) if self.among_all else 0
+        return self.prefetcher.scratch_for(q.shape[1] // self.kmax.shape[1], near, self.ahead)
+
+    def choose_tokens(self, q: Tensor, rows: kernels.Rows, pos: Tensor, scale: float) -> None:
+        """Have `chosen` be the candidates that matter most to q `[B, H, 1, D]`, the true or the predicted query, by kernels."""
+        if self.chosen is None or self.chosen.shape != (*self.kmax.shape[:2], self.topk):
+            self.chosen = torch.empty(*self.kmax.shape[:2], self.topk, dtype=torch.int32, device=q.device)
+            self.guess = torch.zeros(*self.kmax.shape[:2], dtype=torch.int32, device=q.device)
+        scratch, near = self._scratch(q), (self.sink[0], self.ring.k) if self.among_all else None
+        if not self.authors or self.tail:
+            kernels.estimate(q, rows, pos, scale, self.sink_size, self.recent, scratch.chooses, near, newest=not self.ahead)
+        kernels.weigh(q, rows, pos, scale, self.sink_size, self.recent, scratch, self.authors)
+        kernels.select(scratch, self.begin, self.chosen, self.guess, pos, self.sink_size, self.recent, self.left, self.least)
+
+    def look(self, rows: kernels.Rows, pos: Tensor) -> None:
+        """`choose_tokens` by the query that was foreseen."""
+        self.choose_tokens(self._foreseen[0], rows, pos, self._foreseen[1])
 
     def settle(self, length: int) -> None:
         """Before a decode step that makes it `length` tokens: bring what the kernels read in place up to date."""
@@ -391,35 +426,42 @@ class SparseLayer:
         mean = self.moments / count
         return (mean[..., :-1, :-1] - mean[..., :-1, -1:] * mean[..., -1:, :-1]).float()
 
-    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int, near: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor | float] | None]:
+    def _choose(self, layer: int, q: Tensor, scale: float, start: int, stop: int, near: Tensor, looks: Tensor, looks_scale: float) -> tuple[Tensor, tuple[Tensor, Tensor | float] | None]:
         """Positions `[B, KV, min(K, M)]` of the best candidates among start .. stop - 1, and, with the tail, the log-sum-exp
         `[B, H, 1]` of the other candidates' approximate scores and the shift of their value `[B, H, 1, Dv]`.
 
-        near: log-sum-exp of the scores of sink and window, `[B, H, 1]`."""
+        looks: the query that chooses, q itself without `ahead`, and the scale of its scores. near: log-sum-exp of those of sink and window, `[B, H, 1]`."""
         if stop - start <= self.topk:
             B, KV = self.kmax.shape[:2]
             return torch.arange(start, stop, device=q.device).expand(B, KV, -1).contiguous(), None
         begin = start // BLOCK * BLOCK  # rows come in whole blocks
         rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
         if rows is None:  # layer 0 has no layer before it: its channels are chosen, exactly, on the spot
-            self._index = self.channels_for(q)
+            self._index = self.channels_for(looks)
             self.prefetcher.prefetch(layer, self.turn, self.store, self._index, begin, stop)
             rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
-        scores = approximate_scores(q, self._index, rows[..., start - begin :], scale)
-        self.prefetcher.done_with_rows(self.turn)
-        shares = importance(scores, self.authors, near.view(*scores.shape[:3], 1) if self.among_all else None)
+        scores = approximate_scores(looks, self._index, rows[..., start - begin :], looks_scale)
+        # Sums are estimated from some blocks, which stand for all.
+        block = torch.arange(start - begin, stop - begin, device=q.device) // BLOCK
+        stride = kernels.stride((stop - begin) // BLOCK)
+        some = (block % stride == stride // 2).nonzero()[:, 0]
+        few = math.log(len(some) / len(block))
+        own = scores[..., some].logsumexp(-1, keepdim=True) - few
+        shares, mass = importance(scores, self.authors, near.view(*scores.shape[:3], 1) if self.among_all else None, own)
         chosen = select_tokens(shares, self.topk)
-        kept = needed(shares, chosen, self.left, self.least) if self.left else torch.ones_like(chosen, dtype=torch.bool)
+        kept = needed(shares, mass, chosen, self.left, self.least) if self.left else torch.ones_like(chosen, dtype=torch.bool)
         taken = torch.zeros_like(shares, dtype=torch.bool).scatter(-1, chosen, kept)
         chosen = chosen + start
         if self.left:  # those that are kept, ascending, and -1 behind the last
             chosen = torch.where(kept, chosen, stop).sort(-1).values[..., : int(kept.sum(-1).max())]
             chosen = torch.where(chosen == stop, -1, chosen)
+        scores, taken = approximate_scores(q, self._index, rows[..., start - begin :][..., some], scale), taken[..., some]
+        self.prefetcher.done_with_rows(self.turn)
         if not self.tail:
             return chosen, None
         others = scores.masked_fill(taken.unsqueeze(2), float("-inf"))
         shift = tail_shift(q, scores, others, self.covariance(stop - start), scale) if self.tilt else 0.0
-        return chosen, (others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1), shift)
+        return chosen, (others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1) - few, shift)
 
     # -- between calls
 
@@ -456,6 +498,7 @@ class SparseLayer:
         """Be again as before the call that began at `length` tokens and did not end."""
         self.ring.roll_back(length)
         self.refresh(length)
+        self._foreseen = None
         self._counted = -1
 
     def tensors(self, length: int) -> dict[str, Tensor]:

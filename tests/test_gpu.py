@@ -46,8 +46,9 @@ def test_cuda_holds_the_same_bytes_as_the_cpu(plan, bits):
 
 
 @pytest.mark.parametrize("plan", [(), (0,), (1,), (2, 3)])
-def test_delayed_streams_change_nothing(monkeypatch, plan):
-    """Without an event in each direction a slow copy is read too early or overwritten too soon."""
+@pytest.mark.parametrize("setting", [{"prefetch": "thread"}, {"prefetch": "uva"}, {"prefetch": "uva", "resident": 9}, {"prefetch": "thread", **BEST}, {"prefetch": "uva", **BEST}])
+def test_delayed_streams_change_nothing(monkeypatch, plan, setting):
+    """Without an event in each direction a slow copy is read too early or overwritten too soon; a predicted query is read long after it was foreseen."""
     outputs, held = [], []
     for delay in (False, True):
         driver = CudaDriver(L=5, n=900)
@@ -64,7 +65,10 @@ def test_delayed_streams_change_nothing(monkeypatch, plan):
                     fetch(self, *arguments)
 
                 patch.setattr(offload.Prefetcher, "_fetch_rows", slow)
-            with TailorCache(driver.config, plan, options(), device="cuda:0") as cache:
+                for name in ("choose_channels", "fetch_rows", "weigh", "fetch_tokens"):  # in the zero-copy prefetcher's stream
+                    plain = getattr(kernels, name)
+                    patch.setattr(kernels, name, lambda *a, plain=plain: (torch.cuda._sleep(200_000), plain(*a)))
+            with TailorCache(driver.config, plan, options(**setting), device="cuda:0") as cache:
                 out = [driver.call(cache, 400, chunk=130)]
                 out += [driver.call(cache, 1, decode=True) for _ in range(70)]
                 out += [driver.call(cache, 90, chunk=33)]

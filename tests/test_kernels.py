@@ -2,6 +2,7 @@
 """The Triton kernels against their twins: at tiny odd shapes in Triton's interpreter, and, marked `gpu`, at real ones."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import kernels
 from cache import TailorCache
 from offload import BLOCK, ZeroCopy, decode_rows, encode_rows
-from retrieval import approximate_scores, select_tokens
+from retrieval import approximate_scores, importance, select_tokens
 from test_tailor import BEST, Driver, options, same, state
 
 pytestmark = pytest.mark.usefixtures("kernels_everywhere")
@@ -47,52 +48,86 @@ def test_choose_channels(device, D, C, R, G, authors):
 
 
 def scored(bits, dtype, G, device, N=1984, D=40, KV=2, C=9, sink=5, recent=70):
-    """Scores of candidates `[KV, G, M]` by the kernel, by the twin, and by plain matrix products in `dtype`; and what the kernel says of each chunk."""
+    """Rows of N positions, a query, and what `kernels.estimate` makes of them; the scores of all candidates `[KV, G, M]`, exact and by plain matrix products in `dtype`."""
     generator = torch.Generator().manual_seed(bits * 10 + G)
     random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     keys = (random(1, KV, D, N) * random(1, KV, D, 1) * 2 + random(1, KV, D, 1)).to(dtype)
     planes = [plane.to(device) for plane in encode_rows(keys, bits)]
     # Rows are readable to the end of a chunk; what lies there is anything.
-    whole = -(-N // kernels.Scratch.CHUNK) * kernels.Scratch.CHUNK
+    whole = -(-N // kernels.CHUNK) * kernels.CHUNK
     planes = [torch.cat([p, p.new_full((*p.shape[:3], p.shape[3] * (whole - N) // N), 77)], -1) for p in planes]
     index = torch.stack([torch.randperm(D, generator=generator)[:C].sort().values for _ in range(KV)])[None].int().to(device)
     q = random(1, KV * G, 1, D).to(dtype).to(device)
     pos, scale = torch.tensor([N + recent - 8], device=device), D**-0.5
     edge = (int(pos) + 1 - recent) // BLOCK * BLOCK
-    scratch = kernels.Scratch((1, KV), G, whole, 8, bits, torch.device(device))
+    scratch = kernels.Scratch((1, KV), G, whole, 8, torch.device(device))
+    for x in (scratch.chooses.scores, scratch.chooses.stats):
+        x.fill_(math.nan)
     rows = kernels.Rows(planes, index, index, bits, 0)
-    kernels.score(q, rows, pos, scale, sink, recent, False, scratch)
-    n = torch.arange(whole, device=device)
-    each = 8 if bits <= 4 else 16 // bits
-    chunk = kernels.Scratch.CHUNK
-    place = n // chunk * chunk + n % each * (chunk // each) + n % chunk // each
-    mine = scratch.scores[..., place].view(KV, G, whole)
-    assert torch.isneginf(mine[..., :sink]).all() and torch.isneginf(mine[..., edge:chunk * -(-edge // chunk)]).all()
+    arguments = (q, rows, pos, scale, sink, recent)
+    kernels.estimate(*arguments, scratch.chooses)
     chosen = [p.gather(2, index.long()[..., None].expand(-1, -1, -1, p.shape[3])) for p in planes]
-    rows = decode_rows(chosen, bits)[..., sink:edge]
-    exact = approximate_scores(q, index.long(), rows, scale)[0]
+    held = decode_rows(chosen, bits)[..., sink:edge]
+    exact = approximate_scores(q, index.long(), held, scale)[0]
     gathered = q.view(1, KV, G, D).gather(3, index.long().unsqueeze(2).expand(-1, -1, G, -1))
-    plain = ((gathered @ rows.to(dtype)) * scale)[0].float()
-    return mine[..., sink:edge] * math.log(2), exact, plain, scratch, edge
+    plain = ((gathered @ held.to(dtype)) * scale)[0].float()
+    return arguments, scratch, exact, plain, edge
+
+
+SCORED = [(4, torch.bfloat16, 4), (4, torch.float16, 1), (4, torch.float32, 3), (2, torch.bfloat16, 3), (2, torch.float16, 8), (8, torch.bfloat16, 2), (16, torch.bfloat16, 4), (16, torch.float32, 8)]
+LARGE = {"N": 70016, "D": 128, "KV": 3, "C": 28}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bits, dtype, G", [(4, torch.bfloat16, 4), (4, torch.float16, 1), (4, torch.float32, 3), (2, torch.bfloat16, 3), (2, torch.float16, 8), (8, torch.bfloat16, 2), (16, torch.bfloat16, 4), (16, torch.float32, 8)])
-def test_scores(bits, dtype, G, device):
-    """No more than twice the error of plain products in the same dtype; and each chunk's statistics are those of its scores."""
-    if device == "cuda":
-        mine, exact, plain, scratch, edge = scored(bits, dtype, G, device, N=70016, D=128, KV=3, C=28)
-    else:
-        mine, exact, plain, scratch, edge = scored(bits, dtype, G, device)
+@pytest.mark.parametrize("bits, dtype, G", SCORED)
+@pytest.mark.parametrize("all_blocks", [False, True])
+def test_scores(monkeypatch, bits, dtype, G, device, all_blocks):
+    """No more than twice the error of plain products in the same dtype, in the blocks of the sample; and each chunk's statistics are those of its scores."""
+    if all_blocks:
+        monkeypatch.setattr(kernels, "FEWEST", 1100 if device == "cuda" else 30)
+    arguments, scratch, exact, plain, edge = scored(bits, dtype, G, device, **(LARGE if device == "cuda" else {}))
+    stride, each, chunk, sample = kernels.stride(edge // BLOCK), 8 if bits <= 4 else 16 // bits, kernels.CHUNK, scratch.chooses
+    assert stride == (1 if all_blocks else 8 if device == "cuda" else 2)
+    seen = torch.cat([torch.arange(b * BLOCK, (b + 1) * BLOCK) for b in range(stride // 2, edge // BLOCK, stride)])
+    n, low = torch.arange(len(seen)), 5 if stride == 1 else 0  # the sink lies in the first block
+    place = (n // chunk * chunk + n % each * (chunk // each) + n % chunk // each).to(device)
+    mine = sample.scores[0][..., place].view(*exact.shape[:2], -1)
+    assert torch.isneginf(mine[..., :low]).all() and mine[..., low:].isfinite().all()
+    mine, exact, plain = mine[..., low:] * math.log(2), *(x[..., seen[low:].to(device) - 5] for x in (exact, plain))
     rms = lambda x: x.square().mean().sqrt().item()  # noqa: E731
     assert rms(mine - exact) <= max(2 * rms(plain - exact), 2e-6 * rms(exact))
-    high, total, weighted, mean, spread = (scratch.stats[i][0].view(*mine.shape[:2], -1).double() for i in range(5))
-    for chunk in range(-(-edge // kernels.Scratch.CHUNK)):
-        first, last = (max(0, min(at, mine.shape[-1])) for at in (chunk * kernels.Scratch.CHUNK - 5, (chunk + 1) * kernels.Scratch.CHUNK - 5))
+    high, total, weighted, mean, spread = (sample.stats[i][0].view(*mine.shape[:2], -1).double() for i in range(5))
+    for c in range(-(-len(seen) // chunk)):
+        first, last = (max(0, min(at, mine.shape[-1])) for at in (c * chunk - low, (c + 1) * chunk - low))
         x = mine[..., first:last].double() / math.log(2)
-        w = (x - high[..., chunk : chunk + 1]).exp2()
+        w = (x - high[..., c : c + 1]).exp2()
         for found, expected in ((high, x.amax(-1)), (total, w.sum(-1)), (weighted, (w * x).sum(-1) / w.sum(-1)), (mean, x.mean(-1)), (spread, (x - x.mean(-1, keepdim=True)).square().sum(-1))):
-            torch.testing.assert_close(found[..., chunk], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found[..., c], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits, dtype, G", SCORED)
+@pytest.mark.parametrize("authors", [False, True])
+def test_importance(bits, dtype, G, device, authors):
+    """Of every candidate, what the twin makes of exact scores and the sample's sums, as close as the scores are; of the peaks, the largest; nothing of what is no candidate."""
+    arguments, scratch, exact, plain, edge = scored(bits, dtype, G, device, **(LARGE if device == "cuda" else {}))
+    scratch.importance.fill_(7)
+    kernels.weigh(*arguments, scratch, authors)
+    key, nothing = scratch.importance[0], -(2**31) + 1
+    mine = torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)[:, 5:edge]
+    block = torch.arange(5, edge, device=device) // BLOCK
+    stride = kernels.stride(edge // BLOCK)
+    some = block % stride == stride // 2
+    own = exact[..., some].logsumexp(-1, keepdim=True) + math.log(len(some) / int(some.sum()))
+    expected, mass = importance(exact[None], authors, None, own[None])
+    error = 3 * (plain - exact).abs().max().item() + 1e-5
+    mine = mine * math.log(2) if authors else mine  # there it is the mean score itself
+    torch.testing.assert_close(mine, expected[0], rtol=0.0 if authors else 2 * error, atol=error if authors else 0.0)
+    assert (key[:, :5] == nothing).all() and (key[:, edge : -(-edge // kernels.CHUNK) * kernels.CHUNK] == nothing).all()
+    best = key[:, : edge // kernels.CHUNK * kernels.CHUNK].unflatten(-1, (-1, scratch.peak)).amax(-1)
+    assert torch.equal(scratch.peaks[0, :, : best.shape[1]], best) and (scratch.peaks[0, :, -(-edge // kernels.CHUNK) * kernels.CHUNK // scratch.peak :] == nothing).all()
+    if not authors:
+        torch.testing.assert_close(scratch.mass[0], mass[0, :, 0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -107,7 +142,7 @@ def test_select(kind, K, device):
     key = value.view(torch.int32).clone()  # of numbers that are not negative, the order is that of their bits
     if kind == "few":
         key[:, 37:] = -(2**31) + 1
-    scratch = kernels.Scratch((1, KV), 1, N, K, 4, torch.device(device))
+    scratch = kernels.Scratch((1, KV), 1, N, K, torch.device(device))
     scratch.importance.copy_(key[None])
     scratch.peaks.copy_(key.view(KV, -1, scratch.peak).amax(-1)[None])
     expected = select_tokens(value[:, : 37 if kind == "few" else N], K) + begin
@@ -129,7 +164,7 @@ DRIVEN = {}
 
 def drive(device, setting, plan=(0,), **shape):
     """What `driven` returns, made once for several tests: read only."""
-    key = (device, setting, plan, *sorted(shape.items()), kernels.FORCE)
+    key = (device, setting, plan, *sorted(shape.items()), kernels.FORCE, kernels.FEWEST)
     if key not in DRIVEN:
         DRIVEN[key] = driven(device, setting, plan, **shape)
     return DRIVEN[key]
@@ -158,8 +193,10 @@ SETTINGS = [
     ({"row_bits": 2, "tail": True, "topk": 300, "dense_below": 200}, {"G": 1, "D": 64}),  # fewer candidates than topk
     ({"row_bits": 8, "sink": 70, "recent": 3, "tail": True, "tilt": True, "aggregation": "mean"}, {"G": 8, "D": 16}),
     ({"sink": 0, "recent": 64, "topk": 17, "channels": 40}, {"G": 2, "D": 40}),
-    ({"row_bits": 4, "sink": 70, "tail": True, "tilt": True, "aggregation": "all"}, {"G": 3, "D": 40}),
+    ({"row_bits": 4, "sink": 70, "tail": True, "tilt": True, "aggregation": "all", "ahead": True}, {"G": 3, "D": 40}),
     ({"row_bits": 4, "tail": True, "tilt": True, "aggregation": "all", "topk": 50, "dense_below": 130, "left": 0.2, "least": 3}, {"G": 4, "D": 64}),
+    ({"row_bits": 4, "aggregation": "all", "topk": 50, "dense_below": 130, "left": 0.2, "ahead": True}, {"G": 2, "D": 64}),
+    ({"ahead": True}, {"G": 4, "D": 40}),  # the authors' choice, without a tail
 ]
 
 
@@ -179,6 +216,14 @@ def test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("setting, shape", [SETTINGS[1], SETTINGS[2], SETTINGS[6], SETTINGS[8]])
+def test_kernels_equal_plain_pytorch_with_samples(device, setting, shape, monkeypatch):
+    """The same where a sample is not all there is: one block in two or four, which long texts alone would need."""
+    monkeypatch.setattr(kernels, "FEWEST", 1)
+    test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("setting, shape", SETTINGS[1:3])
 def test_prefetchers_agree_bit_for_bit(device, setting, shape):
     """Thread or zero copy, rows resident or not: where the bytes come from must not show in a single bit."""
@@ -189,7 +234,7 @@ def test_prefetchers_agree_bit_for_bit(device, setting, shape):
         setting_here = options(prefetch="uva", resident=resident, **setting)
         outputs, mine, zero_copy = drive(device, setting_here, **shape)
         assert zero_copy
-        if resident < 10**4:  # there the true query chooses the channels
+        if resident < 10**4 or setting.get("ahead"):  # else the true query chooses the channels there
             for i, (a, b) in enumerate(zip(outputs, reference)):
                 assert torch.equal(a, b), (resident, i)
         same(mine, held)
@@ -204,6 +249,29 @@ def test_all_rows_resident_is_the_true_querys_choice(device, monkeypatch):
     plain, _, _ = drive(device, options(prefetch="thread", **setting), G=2, D=40, plan=())
     for a, b in zip(ours, plain):
         assert (a - b).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_foreseen_query_lives_until_its_layer_has_attended(ahead):
+    """Another stream reads it: freed, its memory would go to what the decoder computes next. On an H200 the next layer then chose channels by another layer's query."""
+    driver, alive = Driver(n=200, L=2, KV=1), []
+    with TailorCache(driver.config, (0,), options(prefetch="uva", ahead=ahead), device="cpu") as cache:
+        driver.call(cache, 182)
+        foresee, attend = cache.foresee, cache.attend
+
+        def noted(layer, q):
+            alive.append(weakref.ref(q))
+            foresee(layer, q)
+
+        def asked(layer, *arguments):
+            if layer == 1:
+                assert alive[-1]() is not None
+            return attend(layer, *arguments)
+
+        cache.foresee, cache.attend = noted, asked
+        driver.call(cache, 1, decode=True)
+        driver.call(cache, 1, decode=True)
+    assert len(alive) == 2 and not any(ref() is not None for ref in alive)
 
 
 def test_uva_is_refused_where_it_cannot_be(monkeypatch):

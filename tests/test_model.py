@@ -11,6 +11,7 @@ from conftest import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kernels
 import model as model_module
 from cache import FullCache
 from model import Llama, ModelConfig, inverse_frequencies
@@ -267,31 +268,39 @@ def test_random_model_is_seeded_and_shaped():
     assert one.prefill(torch.tensor([[1, 2, 3]]), FullCache(one.config)).isfinite().all()
 
 
-def test_predicted_query_is_rotated_at_the_current_position(pair):
-    """TailorKV's predicted query: of the next layer's weights and its own norm, at the position being decoded."""
+@pytest.mark.parametrize("place", ["input", "middle"])
+def test_predicted_query_is_rotated_at_the_current_position(pair, monkeypatch, place):
+    """TailorKV's predicted query: of the next layer's weights and its own norm, at the position being decoded; by kernels the same within rounding."""
     model, ids, _ = pair("qwen3")
     asked, foreseen = [], {}
 
     class Spy(FullCache):
+        predicts_from = place
+
         def wants(self, layer):
             asked.append(layer)
             return layer == 2
 
         def foresee(self, layer, q):
-            assert self._seen[layer - 1] == 0, "foresee comes before attend(layer - 1)"
+            assert self._seen[layer - 1] == (place == "middle"), "from the input, foresee comes before attend(layer - 1), else after it"
             foreseen[layer] = q.clone()
 
     cache = Spy(model.config)
     model.prefill(ids[:1, :20], cache)
     assert not foreseen and not asked, "prediction is for decode only"
-    entering = {}
-    model.layers[1].register_forward_pre_hook(lambda module, args: entering.update(h=args[0].clone()))
+    before = {}
+    module = model.layers[1] if place == "input" else model.layers[1].post_attention_layernorm
+    hook = module.register_forward_pre_hook(lambda module, args: before.update(h=args[0].clone()))
     model.decode(ids[:1, 20:21], cache)
-    model.layers[1]._forward_pre_hooks.clear()
+    hook.remove()
     assert set(asked) == {1, 2} and list(foreseen) == [2]
     layer = model.layers[2]
-    expected = model.rotate_at(layer.self_attn.query(layer.input_layernorm(entering["h"])), torch.tensor([20]))
+    expected = model.rotate_at(layer.self_attn.query(layer.input_layernorm(before["h"])), torch.tensor([20]))
     assert torch.equal(foreseen[2], expected) and foreseen[2].shape == (1, 4, 1, 40)
+    cache.crop(20)
+    monkeypatch.setattr(kernels, "FORCE", True)
+    model.decode(ids[:1, 20:21], cache)
+    torch.testing.assert_close(foreseen[2], expected)
 
 
 def test_cache_that_rotates_gets_unrotated_keys(pair):

@@ -28,7 +28,7 @@ def options(**values) -> TailorConfig:
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking a failure takes many times as long as finding it
 
-BEST = {"k_levels": "lloyd", "correct": True, "centre": 200, "row_bits": 4, "tail": True, "tilt": True, "aggregation": "mean", "norm": "own"}
+BEST = {"k_levels": "lloyd", "correct": True, "centre": 200, "row_bits": 4, "tail": True, "tilt": True, "aggregation": "mean", "norm": "own", "ahead": True}
 
 
 def tiny(G=3, D=64, L=4, seed=0) -> Llama:
@@ -65,14 +65,21 @@ class Driver:
         self.k = torch.randn(L, 1, KV, n, D, generator=generator, dtype=dtype) * torch.rand(L, 1, KV, 1, D, generator=generator).mul(3).to(dtype)
         self.v = torch.randn(L, 1, KV, n, D, generator=generator, dtype=dtype)
         self.config = SimpleNamespace(num_hidden_layers=L, num_key_value_heads=KV, head_dim=D)
+        self.drift = 0.3  # of predicted queries
+
+    def foresee(self, cache, layer, start):
+        """A query near the true one, as another layer's is."""
+        q = self.q[layer][:, :, start : start + 1]
+        cache.foresee(layer, q + self.drift * self.q[layer - 1][:, :, start : start + 1])
 
     def call(self, cache, T, decode=False, chunk=10**9, stop_at=None):
         """One call of T tokens; outputs per layer. `stop_at=(layer, chunks)`: give up after so many chunks of that layer."""
         start, outputs = cache.length, []
         cache.begin(T, decode)
         for layer in range(self.L):
-            if decode and layer + 1 < self.L and cache.wants(layer + 1):
-                cache.foresee(layer + 1, self.q[layer + 1][:, :, start : start + 1])
+            wanted = decode and layer + 1 < self.L and cache.wants(layer + 1)
+            if wanted and cache.predicts_from == "input":
+                self.foresee(cache, layer + 1, start)
             parts = []
             for i, at in enumerate(range(start, start + T, chunk)):
                 if stop_at == (layer, i):
@@ -80,6 +87,8 @@ class Driver:
                 part = slice(at, min(at + chunk, start + T))
                 parts.append(cache.attend(layer, *(x[layer][:, :, part] for x in (self.q, self.k, self.v))))
             outputs.append(torch.cat(parts, 2))
+            if wanted and cache.predicts_from == "middle":
+                self.foresee(cache, layer + 1, start)
         cache.pos += T
         if stop_at == (self.L, 0):
             return None
@@ -449,8 +458,8 @@ def test_opposite_heads_do_not_cancel_unless_asked():
     rows = torch.tensor([[[[1.0, -1.0, 0.0]]]])
     index = torch.zeros(1, 1, 1, dtype=torch.int64)
     scores = approximate_scores(q, index, rows, 1.0)
-    assert importance(scores, authors=True).abs().max() == 0
-    best = importance(scores)
+    assert importance(scores, authors=True)[0].abs().max() == 0
+    best, _ = importance(scores)
     assert best[0, 0, 0] == best[0, 0, 1] > best[0, 0, 2]
 
 
@@ -458,8 +467,9 @@ def test_importance_among_all_attention():
     """A head that looks at the window has little say; without a window the shares are those among the candidates."""
     scores = torch.tensor([[[[3.0, 0.0, 1.0], [0.0, 3.0, 1.0]]]])
     near = torch.tensor([[[[-1e9], [20.0]]]])  # the second head attends to the window
-    assert importance(scores, near=near)[0, 0].argmax() == 0 and importance(scores, near=near).sum() == pytest.approx(0.5, rel=1e-4)
-    assert torch.allclose(importance(scores, near=torch.full((1, 1, 2, 1), -1e9)), importance(scores))
+    shares, mass = importance(scores, near=near)
+    assert shares[0, 0].argmax() == 0 and shares.sum().item() == pytest.approx(0.5, rel=1e-4) == mass.item()
+    assert torch.allclose(importance(scores, near=torch.full((1, 1, 2, 1), -1e9))[0], importance(scores)[0])
 
 
 def test_needed_tokens():
@@ -475,7 +485,7 @@ def test_needed_tokens():
                 if rest >= left or rank < least:
                     expected[b, 0, chosen[b, 0].tolist().index(n)] = True
                 rest -= shares[b, 0, n].item()
-        assert torch.equal(needed(shares, chosen, left, least), expected), (left, least)
+        assert torch.equal(needed(shares, shares.sum(-1, keepdim=True), chosen, left, least), expected), (left, least)
 
 
 @pytest.mark.parametrize("left, least", [(0.3, 2), (0.05, 5), (1.0, 7)])
