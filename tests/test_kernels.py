@@ -216,7 +216,7 @@ def test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("setting, shape", [SETTINGS[1], SETTINGS[2], SETTINGS[6], SETTINGS[8]])
+@pytest.mark.parametrize("setting, shape", [SETTINGS[1], SETTINGS[2], SETTINGS[6], SETTINGS[7], SETTINGS[8]])
 def test_kernels_equal_plain_pytorch_with_samples(device, setting, shape, monkeypatch):
     """The same where a sample is not all there is: one block in two or four, which long texts alone would need."""
     monkeypatch.setattr(kernels, "FEWEST", 1)
