@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import embedded
 from cache import CACHES, TailorCache, describe_caches, make_cache, parse_spec
 from calibrate import Plan, known_plan, plan_for
-from generate import Sampler, Sampling, Stepper, _Parser, check_memory, parse_tokens, pick_device, pick_dtype, resolve
+from generate import Sampler, Sampling, Stepper, _Parser, check_memory, failed, parse_tokens, pick_device, pick_dtype, resolve
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
 
 _LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
@@ -461,11 +461,8 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return run(args)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        print(f"bench.py: error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("bench.py", error)
 
 
 if __name__ == "__main__":

@@ -795,14 +795,13 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         return run(args)
-    except (ValueError, torch.OutOfMemoryError) as error:
-        print(f"calibrate.py: error: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # the reader of our stdout left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        from generate import failed  # which imports this module
+
+        return failed("calibrate.py", error)
 
 
 if __name__ == "__main__":

@@ -658,15 +658,17 @@ def interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
-def failed(error: Exception) -> int:
-    """One sentence for an error that the user can do something about, and the exit code 2; any other is raised again."""
+def failed(program: str, error: BaseException) -> int:
+    """How a program ends by this error: 130 after Ctrl-C; one sentence and 2 if the user can do something about it; any other is raised again."""
+    if interrupted(error):
+        return 130
     if isinstance(error, (ValueError, OSError, MemoryError, torch.OutOfMemoryError)):
         sentence = (str(error).splitlines() or [type(error).__name__])[0]
     elif isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # how PyTorch says on a CPU that memory is out
-        sentence = "out of memory; lower --ctx or --max-new-tokens, or choose a smaller dtype, model or cache"
+        sentence = "out of memory; take fewer tokens (--ctx, --max-new-tokens, --lengths), or a smaller dtype, model or cache"
     else:
         raise error
-    print(f"generate.py: error: {sentence}", file=sys.stderr)
+    print(f"{program}: error: {sentence}", file=sys.stderr)
     return 2
 
 
@@ -681,10 +683,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our stdout left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:
-        return 130 if interrupted(error) else failed(error)
-    except KeyboardInterrupt:
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        return failed("generate.py", error)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import embedded
 from bench import about, split_specs
 from cache import FullCache, KVCache, TailorCache, describe_caches, make_cache, parse_spec
 from calibrate import Plan, plan_for
-from generate import pick_device, pick_dtype, resolve
+from generate import failed, pick_device, pick_dtype, resolve
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
 from retrieval import SparseLayer
 from tokenizer import Tokenizer
@@ -190,8 +190,5 @@ def command_line(name: str, parser: argparse.ArgumentParser, run: Callable[[argp
         found, table = run(args, split_specs(args.cache))
         print(json.dumps(found) if "json" in args else table, flush=True)
         return 0
-    except (ValueError, torch.OutOfMemoryError) as error:
-        note(name, f"error: {str(error).splitlines()[0]}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    except (Exception, KeyboardInterrupt) as error:
+        return failed(name, error)

@@ -6,6 +6,7 @@ the tests with real signals show that these are the points that matter.
 """
 
 import dis
+import importlib
 import json
 import os
 import random
@@ -593,3 +594,25 @@ def test_real_processes_end_with_130(endless, tmp_path):
     got = json.loads(json_out)
     both = min(len(first), len(text := got["text"].rstrip("\ufffd")))
     assert got["stop_reason"] == "interrupt" and text[:both] == first[:both] and quiet == ("", "")
+
+
+@pytest.mark.parametrize("program", ["generate", "bench", "calibrate", "evals.fidelity", "evals.needles", "evals.findings", "evals.ingredients"])
+def test_ctrl_c_that_comes_out_as_another_error(monkeypatch, capsys, program):
+    """Inside a package an interrupt can end as the package's own error: still 130, and no traceback. An error of ours stays one."""
+    module = importlib.import_module(program)
+
+    def interrupted(*arguments):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("mode stack is empty")
+
+    monkeypatch.setattr(module, "run", interrupted)
+    assert module.main([]) == 130 and not capsys.readouterr().err
+
+    def broken(*arguments):
+        raise RuntimeError("mode stack is empty")
+
+    monkeypatch.setattr(module, "run", broken)
+    with pytest.raises(RuntimeError, match="mode stack"):
+        module.main([])
