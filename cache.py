@@ -151,8 +151,8 @@ class KVCache:
         return False
 
     def foresee(self, layer: int, q: Tensor, scale: float | None = None) -> None:
-        """The predicted query `[B, H, 1, D]` of `layer`, rotated at the current position; comes before `attend(layer - 1, …)`, or, if it
-        `predicts_from` the "middle", after it. scale: as `attend` will be given it."""
+        """The predicted query `[B, H, 1, D]` of `layer`, rotated at the current position; comes before `attend(layer - 1, …)`, or right after
+        it, where the decoder heeds `predicts_from`. scale: as `attend` will be given it."""
 
     # -- between calls
 

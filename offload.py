@@ -672,7 +672,7 @@ class ZeroCopy:
 
     GPU bytes, with P the positions of whole chunks of 1,024 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
     `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `kernels.Scratch`; with
-    `ahead` fetched tokens `B * KV * K * (D + Dv) * itemsize`. Nothing on the host.
+    `ahead` fetched tokens `2 * B * KV * K * (D + Dv) * itemsize`. Nothing on the host.
     """
 
     def __init__(self, device: torch.device, row_bits: int = 16, resident: int = 0, layers: int = 1, ahead: bool = False):
@@ -681,7 +681,7 @@ class ZeroCopy:
         self.cuda = device.type == "cuda"
         # What the decoder's matrices leave of the GPU is little; where both wait for room, it is this that must be ready in time.
         self.stream = torch.cuda.Stream(device, priority=-1) if self.cuda else None
-        self.tokens: tuple[Tensor, Tensor] | None = None  # with `ahead`: fetched K and V [B, KV, K, D], of each layer in turn
+        self.tokens: list[tuple[Tensor, Tensor]] = []  # with `ahead`: fetched K and V [B, KV, K, D], two pairs that layers take in turn
         self.planes: list[list[Tensor]] = []  # of each sparse layer
         self.blocks = 0  # that they hold
         self.scratch: kernels.Scratch | None = None
@@ -711,8 +711,8 @@ class ZeroCopy:
         else:
             self._slot = [None] * n  # row i is the i-th channel's
         self._written, self._fetched = ([Event(device) for _ in range(n)] for _ in range(2))
-        if self.ahead and self.tokens is None:
-            self.tokens = tuple(torch.empty(*head, topk, x.shape[3], dtype=x.dtype, device=device) for x in (like_k, like_v))
+        if self.ahead and not self.tokens:
+            self.tokens = [tuple(torch.empty(*head, topk, x.shape[3], dtype=x.dtype, device=device) for x in (like_k, like_v)) for _ in range(2)]
         self.planes = [held[turn % len(held)] for turn in range(n)]  # last: who sees them finds the others too, whenever an interrupt came
         return True
 
@@ -769,7 +769,7 @@ class ZeroCopy:
             self._written[turn].record()
             if entry.ahead:
                 entry.look(rows, pos)
-                kernels.fetch_tokens(table, entry.chosen, *self.tokens)
+                kernels.fetch_tokens(table, entry.chosen, *self.tokens[turn % 2])
                 self._fetched[turn].record()
 
     def _tables(self, entry) -> list[Tensor]:
@@ -796,7 +796,7 @@ class ZeroCopy:
         """For `kernels.gather_attention`: the slab table, through which it reads the rows itself; with `ahead`, the rows, once they are there."""
         if entry.ahead:
             self._fetched[entry.turn].wait()
-            return None, self.tokens
+            return None, self.tokens[entry.turn % 2]
         return entry.store.table(self.device), None
 
     def wait_all(self) -> None:
@@ -806,7 +806,7 @@ class ZeroCopy:
 
     def close(self) -> None:
         self.wait_all()
-        self.planes, self.blocks, self.tokens, self.scratch, self.stale = [], 0, None, None, True
+        self.planes, self.blocks, self.tokens, self.scratch, self.stale = [], 0, [], None, True
         self._index = self._slot = self._missing = self._held = self._stamp = []
 
     def nbytes(self) -> dict[str, dict[str, int]]:
@@ -815,7 +815,7 @@ class ZeroCopy:
         tables = {x.data_ptr(): x.nbytes for x in (*self._index, *self._slot, *self._missing, *self._held, *self._stamp) if x is not None}
         rows = {id(planes): sum(plane.nbytes for plane in planes) for planes in self.planes}
         scores = self.scratch.nbytes() if self.scratch is not None else 0
-        fetched = sum(x.nbytes for x in self.tokens or ())
+        fetched = sum(x.nbytes for pair in self.tokens for x in pair)
         return {"gpu": {"critical rows": sum(rows.values()), "index tables": sum(tables.values()), "fetched tokens": fetched, "scores": scores}, "host": {}}
 
 

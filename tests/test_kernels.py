@@ -173,7 +173,9 @@ def drive(device, setting, plan=(0,), **shape):
 def driven(device, setting, plan, **shape):
     """Outputs of a prompt, decode steps, a crop, a turn and more steps across a block's edge; and the state at the end. Fewer of all in the interpreter."""
     n, steps, calls = (300, 8, [("turn", 90), ("decode", 3), ("crop", 320), ("decode", 66)]) if device == "cuda" else (182, 2, [("crop", 183), ("turn", 6), ("decode", 2)])
+    early = shape.pop("early", False)
     driver = Driver(n=1400, **({} if device == "cuda" else {"L": 2, "KV": 1}) | shape)
+    driver.early = early
     driver.q, driver.k, driver.v = (x.to(device) for x in (driver.q, driver.k, driver.v))
     with TailorCache(driver.config, plan, setting, device=device) as cache:
         out = [driver.call(cache, n)] + [driver.call(cache, 1, decode=True) for _ in range(steps)]
@@ -238,6 +240,15 @@ def test_prefetchers_agree_bit_for_bit(device, setting, shape):
             for i, (a, b) in enumerate(zip(outputs, reference)):
                 assert torch.equal(a, b), (resident, i)
         same(mine, held)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prefetch", ["thread", "uva"])
+def test_a_query_may_be_foreseen_early(device, prefetch):
+    """A decoder that predicts all queries before the layer before attends, as it must without `ahead`: its tokens then come into the one buffer while those of the layer before are read from the other."""
+    setting, shape = options(prefetch=prefetch, **BEST), {"L": 3, "KV": 1, "G": 2, "D": 16}
+    for a, b in zip(drive(device, setting, **shape)[0], drive(device, setting, early=True, **shape)[0], strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("device", DEVICES)

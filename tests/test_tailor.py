@@ -65,7 +65,7 @@ class Driver:
         self.k = torch.randn(L, 1, KV, n, D, generator=generator, dtype=dtype) * torch.rand(L, 1, KV, 1, D, generator=generator).mul(3).to(dtype)
         self.v = torch.randn(L, 1, KV, n, D, generator=generator, dtype=dtype)
         self.config = SimpleNamespace(num_hidden_layers=L, num_key_value_heads=KV, head_dim=D)
-        self.drift = 0.3  # of predicted queries
+        self.drift, self.early = 0.3, False  # of predicted queries: how far they are from the true ones, and whether they always come before the layer before
 
     def foresee(self, cache, layer, start):
         """A query near the true one, as another layer's is."""
@@ -78,7 +78,7 @@ class Driver:
         cache.begin(T, decode)
         for layer in range(self.L):
             wanted = decode and layer + 1 < self.L and cache.wants(layer + 1)
-            if wanted and cache.predicts_from == "input":
+            if wanted and (self.early or cache.predicts_from == "input"):
                 self.foresee(cache, layer + 1, start)
             parts = []
             for i, at in enumerate(range(start, start + T, chunk)):
@@ -87,7 +87,7 @@ class Driver:
                 part = slice(at, min(at + chunk, start + T))
                 parts.append(cache.attend(layer, *(x[layer][:, :, part] for x in (self.q, self.k, self.v))))
             outputs.append(torch.cat(parts, 2))
-            if wanted and cache.predicts_from == "middle":
+            if wanted and not self.early and cache.predicts_from == "middle":
                 self.foresee(cache, layer + 1, start)
         cache.pos += T
         if stop_at == (self.L, 0):
