@@ -471,7 +471,7 @@ class TailorConfig:
 
     def __post_init__(self):
         for name, lowest, highest in (
-            ("bits", 1, 8), ("group", 8, 1024), ("residual", 0, 2**20), ("sink", 0, 2**20), ("recent", 0, 2**20),
+            ("bits", 1, 8), ("group", 8, 1024), ("residual", 0, 2**20), ("sink", 0, 2**20), ("recent", 1, 2**20),
             ("topk", 0, 2**20), ("left", 0, 1), ("least", 0, 2**20), ("channels", 1, 1024), ("centre", 0, 2**20), ("resident", 0, 2**20), ("dense_below", -1, 2**31),
         ):  # fmt: skip
             if not lowest <= getattr(self, name) <= highest:
@@ -835,7 +835,7 @@ class TailorCache(KVCache):
     def wants(self, layer: int) -> bool:
         if layer == 0 or layer in self.quantised:
             return False
-        resident = self._like is not None and self.options.resident >= self._like[0].shape[3]  # all rows are there: the true query chooses
+        resident = self._like is not None and self.options.resident >= self._like[0].shape[3]  # all rows are there: without `ahead` the true query chooses
         return self.options.ahead or (self._static is None and not resident)
 
     def foresee(self, layer: int, q: Tensor, scale: float | None = None) -> None:
@@ -1005,7 +1005,7 @@ def layer_account(options: TailorConfig, quantised: bool, kv_heads: int, head_di
         held, shared = held + min(o.resident, D) * row, 0
     token = 2 * D * itemsize
     stored = edge * token + edge // BLOCK * D * (block + itemsize + 4)  # K and V; rows, maxima, sums of V
-    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": shared, "fetched": o.topk * token}
+    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": shared, "fetched": o.topk * token * (2 if o.ahead and o.prefetch != "thread" else 1)}
     return {name: kv_heads * size for name, size in found.items()}
 
 
@@ -1082,6 +1082,8 @@ def _read_saved(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
         about = None
     if not isinstance(about, dict):
         raise ValueError(f"{path} cannot be read as a saved cache: its metadata is damaged")
+    if about.get("cache") == "TailorCache" and isinstance(about.get("options"), dict):
+        about["options"].setdefault("ahead", False)  # files from before there was a choice
     return about, stored
 
 

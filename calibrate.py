@@ -48,7 +48,7 @@ from tqdm import tqdm
 import embedded
 from attention import causal_attention
 from cache import FullCache, KVCache, TailorCache, TailorConfig, account, layer_account, make_layer, parse_spec
-from model import DTYPES, Llama, ModelConfig, find_weights, read_config
+from model import DTYPES, MLP_TOKENS, Llama, ModelConfig, find_weights, read_config
 from offload import Pinner, Prefetcher, largest
 from quant import BITS
 from retrieval import SparseLayer, critical_channels
@@ -438,6 +438,7 @@ def damages(model: Llama, ids: Tensor, options: TailorConfig, steps: int = N_Q, 
             model.layers[number](h, number, trial, cos, sin)
         return model.lm_head(model.norm(h[0])).double().log_softmax(-1)
 
+    assert steps <= MLP_TOKENS, "the hook below is to see each layer once"
     hooks = [layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: middle.append(args[0].clone())) for layer in model.layers]
     try:
         exact = rest(model.embed_tokens(ids[:, n:].to(device)), 0)

@@ -1001,7 +1001,7 @@ def _share(acc, column, total, at, low, high, G: tl.constexpr, GP: tl.constexpr,
     g = tl.arange(0, GP * PER) % GP
     value = acc * column[None, :]
     if not AUTHORS:
-        value = tl.where((g < G)[None, :], tl.exp2(value - total[None, :]), 0.0)
+        value = tl.where((g < G)[None, :], tl.exp2(tl.minimum(value - total[None, :], 64.0)), 0.0)
     value = tl.sum(tl.reshape(value, [acc.shape[0], PER, GP]), 2) / G
     past = (at[:, None] + tl.arange(0, PER)[None, :] - low).to(tl.uint32)
     return tl.where(past < (high - low).to(tl.uint32), _ordered(value), NOTHING)
@@ -1188,7 +1188,7 @@ def _keep(x, n, into, count, limit, low, first, second):
 @triton.jit
 def _select_kernel(
     importance, peaks, blocks, chosen, guess, mass, pos, begin, sink, recent, left, least, K, N,
-    PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, ENOUGH: tl.constexpr, PDL: tl.constexpr,
+    PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, ENOUGH: tl.constexpr, FEWEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
@@ -1212,16 +1212,23 @@ def _select_kernel(
     tl.store(guess + head, low)
     if ENOUGH:
         tl.debug_barrier()
-        if _edge(pos, recent) - sink > K:
-            _enough(importance + head * N - begin, chosen + head * K, tl.load(mass + head), left, least, K, KP)
+        edge = _edge(pos, recent)
+        if edge - sink > K:
+            stride, first, last = _sampled(edge, begin, sink, FEWEST)
+            more = (edge - sink).to(tl.float32) / (last - first).to(tl.float32)
+            _enough(importance + head * N - begin, chosen + head * K, tl.load(mass + head), stride, more, begin, left, least, K, KP)
 
 
 @triton.jit
-def _enough(shares, chosen, mass, left, least, K, KP: tl.constexpr):
+def _enough(shares, chosen, mass, stride, more, begin, left, least, K, KP: tl.constexpr):
     """`retrieval.needed`: of the chosen positions keep those without which `left` or more of the attention would be left; ascending, then -1."""
     i = tl.arange(0, KP)
     p = tl.load(chosen + i, mask=i < K, other=-1)
     key = tl.load(shares + p, mask=p >= 0, other=NOTHING)
+    mine = tl.where(p >= 0, key.to(tl.float32, bitcast=True), 0.0)  # shares are positive, and their order that of their bits
+    seen = tl.sum(tl.where((p - begin) // 64 % stride == stride // 2, mine, 0.0), 0) * more
+    inside = tl.maximum(mass - seen, 0.0) + tl.sum(mine, 0)
+    left *= 1.0 - mass + inside
     before = tl.zeros([KP], tl.float32)  # the mass of those that matter more
     rank = tl.zeros([KP], tl.int32)
     for start in range(0, KP, 16):
@@ -1229,10 +1236,10 @@ def _enough(shares, chosen, mass, left, least, K, KP: tl.constexpr):
         other = tl.load(chosen + j, mask=j < K, other=-1)
         theirs = tl.load(shares + other, mask=other >= 0, other=NOTHING)
         ahead = (theirs[None, :] > key[:, None]) | ((theirs[None, :] == key[:, None]) & (j[None, :] < i[:, None]))
-        share = tl.where(other >= 0, theirs.to(tl.float32, bitcast=True), 0.0)  # shares are positive, and their order that of their bits
+        share = tl.where(other >= 0, theirs.to(tl.float32, bitcast=True), 0.0)
         before += tl.sum(tl.where(ahead, share[None, :], 0.0), 1)
         rank += tl.sum(ahead.to(tl.int32), 1)
-    keep = (p >= 0) & ((mass - before >= left) | (rank < least))
+    keep = (p >= 0) & ((inside - before >= left) | (rank < least))
     place = tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.debug_barrier()
     tl.store(chosen + i, -1, mask=i < K)
@@ -1307,7 +1314,7 @@ def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor, pos: Ten
     warps = min(max(max(peaks, KP * s.peak) // SELECT_EACH, 1), 16)
     _select_kernel[(guess.numel(),)](
         s.importance, s.peaks, s.blocks, chosen, guess, s.mass, pos, begin, sink, recent, float(left), least, K, N,
-        PEAK=s.peak, PEAKS=peaks, KP=KP, ENOUGH=left > 0, num_warps=warps, **launch,
+        PEAK=s.peak, PEAKS=peaks, KP=KP, ENOUGH=left > 0, FEWEST=FEWEST, num_warps=warps, **launch,
     )  # fmt: skip
 
 

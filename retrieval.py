@@ -8,8 +8,8 @@ For a decode step at layer l,
     d. at layer l, `approximate_scores` with the true query on those channels, `select_tokens` takes the K best candidates;
     e. the chosen tokens' full K and V are fetched;
     f. attention is exact over sink + fetched + window;
-    g. not in the paper, and off in its presets: the *tail*. The approximate scores cover every candidate, so they also say how
-       much attention was not fetched. That mass goes to the candidates' mean value (the idea of SparQ Attention, 2312.04985)
+    g. not in the paper, and off in its presets: the *tail*. The approximate scores of some blocks (`kernels.stride`), which stand for all
+       candidates, also say how much attention was not fetched. That mass goes to the candidates' mean value (the idea of SparQ Attention, 2312.04985)
        instead of being taken for zero.
     h. nor this: with `tilt`, that value follows the query. See `tail_shift`.
 
@@ -22,11 +22,10 @@ with sign, so that opposite heads cancel; otherwise |q| is averaged for channels
 
 With `ahead`, not in the paper either, steps b to e run while layer l - 1 is in its MLP: by a query predicted from the hidden state in
 front of that, which is close enough to the true one to choose what to fetch, so that no transfer is left to wait for. Attention takes
-the true query, and so does the tail, which would suffer most: its mass and its value's shift are estimated from the true query's
-scores of some blocks (`kernels.stride`).
+the true query, and so does the tail, which would suffer most.
 
 With `left` K is a limit: a KV head fetches until less than this share of its approximated attention, sink and window included,
-is left, and no fewer than `least` tokens. Attention that is spread out asks for many, attention on few for few.
+is left, and no fewer than `least` tokens. What the K best have is then known, and only what the others have estimated. Attention that is spread out asks for many, attention on few for few.
 
 Shapes: `B` batch, `H` query heads, `KV` key/value heads, `G = H // KV`, `D` head_dim, `C` channels, `K` tokens fetched,
 `M` candidates.
@@ -69,23 +68,27 @@ def approximate_scores(q: Tensor, index: Tensor, rows: Tensor, scale: float) -> 
 def importance(scores: Tensor, authors: bool = False, near: Tensor | None = None, own: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """How much each candidate matters to a KV head: scores `[B, KV, G, M]` to `[B, KV, M]`, larger is more; and the sum over all, `[B, KV, 1]`.
 
-    near: log-sum-exp of the scores of sink and window, `[B, KV, G, 1]`; then the result is a share of all attention. own: that of the scores, if it is not to be computed.
+    near: log-sum-exp of the scores of sink and window, `[B, KV, G, 1]`; then the result is a share of all attention. own: that of the candidates'
+    scores, where it is estimated; a share may then pass 1, but not 2^64.
     """
     if authors:
         return scores.mean(2), None
     own = scores.logsumexp(-1, keepdim=True) if own is None else own
     total = own if near is None else torch.logaddexp(own, near)
-    return (scores - total).exp().mean(2), (own - total).exp().mean(2)
+    return (scores - total).clamp(max=64 * math.log(2)).exp().mean(2), (own - total).exp().mean(2)
 
 
-def needed(shares: Tensor, mass: Tensor, chosen: Tensor, left: float, least: int) -> Tensor:
+def needed(shares: Tensor, mass: Tensor, chosen: Tensor, left: float, least: int, sampled: Tensor | None = None) -> Tensor:
     """Which of the chosen candidates are worth fetching: bool like `chosen [B, KV, K]`, ascending positions of the largest shares.
 
     Those without which `left` or more of the attention would be left, the largest taken first, ties to the lowest position; and the
-    first `least`. shares: of all attention, `[B, KV, M]`; mass: their sum, `[B, KV, 1]`.
+    first `least`. shares: of all attention, `[B, KV, M]`; mass: their sum, `[B, KV, 1]`, estimated from the candidates `sampled`, bool `[M]`, or (None) exact.
     """
     share, order = shares.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
-    rest = mass - (share.cumsum(-1) - share)  # before each is taken
+    seen = share if sampled is None else share * sampled[chosen.gather(-1, order)] * (len(sampled) / sampled.sum())
+    inside = (mass - seen.sum(-1, keepdim=True)).clamp(min=0) + share.sum(-1, keepdim=True)  # of what the mass is for those chosen, what they have
+    left = left * (1 - mass + inside)
+    rest = inside - (share.cumsum(-1) - share)  # before each is taken
     rank = torch.arange(share.shape[-1], device=share.device)
     return torch.zeros_like(rest, dtype=torch.bool).expand_as(share).scatter(-1, order, (rest >= left) | (rank < least))
 
@@ -168,11 +171,11 @@ def tail_shift(q: Tensor, scores: Tensor, left: Tensor, covariance: Tensor, scal
 
         shift = r * scale * Cov(V, K) q,    r = (mean of the unfetched scores under their softmax - mean score) / variance of scores
 
-    the last two over all candidates. (With Gaussian keys, and none fetched, r is 1 and this is exact.)
+    the last two over all candidates given. (With Gaussian keys, and none fetched, r is 1 and this is exact.)
 
     Args:
         q: the true query `[B, H, 1, D]`; covariance: of K with V over the candidates, float32 `[B, KV, D, Dv]`.
-        scores: approximate, of all candidates, `[B, KV, G, M]`; left: the same with minus infinity for those fetched.
+        scores: approximate, of candidates that stand for all, `[B, KV, G, M]`; left: the same with minus infinity for those fetched.
     """
     B, KV, G, _ = scores.shape
     spread = scores - scores.mean(-1, keepdim=True)
@@ -322,7 +325,7 @@ class SparseLayer:
 
         With `ahead` it chooses the tokens, too. `pos`: int64 `[1]`, the same length less one, on the device.
         """
-        start, stop = self.sink_size, self.edge(length)
+        start, stop, q = self.sink_size, self.edge(length), q.contiguous()
         # Kept until the layer has attended: its memory would be taken by what comes next in this stream, while another stream still reads it.
         self._foreseen = (q, scale)
         if self.by_kernels(length):
@@ -360,7 +363,7 @@ class SparseLayer:
         o, lse = small_attention(q, keys, values, scale)
         if stop > start and self.topk:
             near = lse
-            if self.ahead:  # the newest token was not there
+            if self.ahead and self.among_all:  # the newest token was not there
                 _, near = small_attention(looks[0], keys[:, :, :-1], values[:, :, :-1], looks[1])
             self.chosen, left_out = self._choose(layer, q, scale, start, stop, near, *looks)
             fetched = self.prefetcher.fetch_tokens(self.store, self.chosen)
@@ -404,7 +407,7 @@ class SparseLayer:
             self.chosen = torch.empty(*self.kmax.shape[:2], self.topk, dtype=torch.int32, device=q.device)
             self.guess = torch.zeros(*self.kmax.shape[:2], dtype=torch.int32, device=q.device)
         scratch, near = self._scratch(q), (self.sink[0], self.ring.k) if self.among_all else None
-        if not self.authors or self.tail:
+        if not self.authors or (self.tail and not self.ahead):
             kernels.estimate(q, rows, pos, scale, self.sink_size, self.recent, scratch.chooses, near, newest=not self.ahead)
         kernels.weigh(q, rows, pos, scale, self.sink_size, self.recent, scratch, self.authors)
         kernels.select(scratch, self.begin, self.chosen, self.guess, pos, self.sink_size, self.recent, self.left, self.least)
@@ -444,12 +447,13 @@ class SparseLayer:
         # Sums are estimated from some blocks, which stand for all.
         block = torch.arange(start - begin, stop - begin, device=q.device) // BLOCK
         stride = kernels.stride((stop - begin) // BLOCK)
-        some = (block % stride == stride // 2).nonzero()[:, 0]
+        sampled = block % stride == stride // 2
+        some = sampled.nonzero()[:, 0]
         few = math.log(len(some) / len(block))
         own = scores[..., some].logsumexp(-1, keepdim=True) - few
         shares, mass = importance(scores, self.authors, near.view(*scores.shape[:3], 1) if self.among_all else None, own)
         chosen = select_tokens(shares, self.topk)
-        kept = needed(shares, mass, chosen, self.left, self.least) if self.left else torch.ones_like(chosen, dtype=torch.bool)
+        kept = needed(shares, mass, chosen, self.left, self.least, sampled) if self.left else torch.ones_like(chosen, dtype=torch.bool)
         taken = torch.zeros_like(shares, dtype=torch.bool).scatter(-1, chosen, kept)
         chosen = chosen + start
         if self.left:  # those that are kept, ascending, and -1 behind the last

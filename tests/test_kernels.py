@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from cache import TailorCache
+from cache import TailorCache, layer_account
 from offload import BLOCK, ZeroCopy, decode_rows, encode_rows
 from retrieval import approximate_scores, importance, select_tokens
 from test_tailor import BEST, Driver, options, same, state
@@ -260,6 +260,20 @@ def test_all_rows_resident_is_the_true_querys_choice(device, monkeypatch):
     plain, _, _ = drive(device, options(prefetch="thread", **setting), G=2, D=40, plan=())
     for a, b in zip(ours, plain):
         assert (a - b).abs().max() < 1e-3
+
+
+def test_a_foreseen_query_may_be_a_view():
+    """The kernels read a query's memory as it lies. And two layers' fetched tokens are in the account."""
+    outs = []
+    for view in (False, True):
+        driver = Driver(n=200, L=2, KV=1)
+        with TailorCache(driver.config, (0,), options(prefetch="uva", **BEST), device="cpu") as cache:
+            foresee = cache.foresee
+            cache.foresee = lambda layer, q: foresee(layer, torch.cat((q, q), 3)[..., : q.shape[3]] if view else q)
+            driver.call(cache, 182)
+            outs.append(driver.call(cache, 1, decode=True))
+            assert cache.nbytes()["gpu"]["fetched tokens"] == layer_account(cache.options, False, 1, 16, 183, itemsize=4)["fetched"] == 2 * 40 * 2 * 16 * 4
+    assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -3,6 +3,7 @@
 
 import dataclasses
 import gc
+import json
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import offload
 from attention import causal_attention
@@ -358,6 +361,28 @@ def test_load_refuses_another_plan_and_other_options(tmp_path):
         load_cache(tmp_path / "c", SimpleNamespace(num_hidden_layers=5))
 
 
+def test_load_reads_files_from_before_tokens_were_fetched_ahead(tmp_path):
+    """Their options lack the word; what they hold means the same."""
+    driver = Driver()
+    with TailorCache(driver.config, (0,), options()) as cache:
+        driver.call(cache, 300)
+        cache.save(tmp_path / "new")
+        with safe_open(tmp_path / "new", "pt") as file:
+            about = json.loads(file.metadata()["about"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        assert about["options"].pop("ahead") is False
+        save_file(tensors, tmp_path / "old", metadata={"about": json.dumps(about)})
+        other, _, _ = load_cache(tmp_path / "old", driver.config)
+        with other:
+            assert other.options == cache.options
+            assert torch.equal(driver.call(cache, 1, decode=True), driver.call(other, 1, decode=True))
+
+
+def test_the_newest_token_is_always_attended():
+    with pytest.raises(ValueError, match="recent is 0; it must be between 1 and"):
+        options(recent=0)
+
+
 # ------------------------------------------------------------------------------------------------------------------- memory
 
 
@@ -486,6 +511,23 @@ def test_needed_tokens():
                     expected[b, 0, chosen[b, 0].tolist().index(n)] = True
                 rest -= shares[b, 0, n].item()
         assert torch.equal(needed(shares, shares.sum(-1, keepdim=True), chosen, left, least), expected), (left, least)
+
+
+@pytest.mark.parametrize("heavy, least, fetched", [([700], 0, 1), ([260], 64, 64), (range(1000, 1100), 64, 98)])
+def test_needed_tokens_where_the_sum_is_a_sample_s(heavy, least, fetched):
+    """A passage that the sample misses, or counts eight times, is known once it is chosen: a head fetches as many tokens as with the exact sum."""
+    N, heavy = 4096, list(heavy)
+    sampled = torch.arange(N) // 64 % 8 == 4
+    shares = torch.rand(1, 1, N, generator=torch.Generator().manual_seed(0)) * 2 * 0.05 / N  # 5 %, thinly spread
+    shares[0, 0, heavy] = torch.linspace(0.9, 1.1, len(heavy)) * 0.85 / len(heavy)  # the rest is the window's
+    own = shares[..., sampled].sum(-1, keepdim=True) * 8
+    mass, among_all = own / (own + 0.1), shares / (own + 0.1)
+    chosen = select_tokens(shares, 256)
+    mine = needed(among_all, mass, chosen, 0.094, least, sampled)
+    exact = needed(shares, shares.sum(-1, keepdim=True), chosen, 0.094, least)
+    assert abs(int(mine.sum()) - int(exact.sum())) <= 1 and int(exact.sum()) == pytest.approx(fetched, abs=12)
+    if len(heavy) > 1 or sampled[heavy[0]]:
+        assert needed(among_all, mass, chosen, 0.094, least).sum() != exact.sum(), "a case that the estimated sum alone gets wrong"
 
 
 @pytest.mark.parametrize("left, least", [(0.3, 2), (0.05, 5), (1.0, 7)])
