@@ -1005,7 +1005,7 @@ def layer_account(options: TailorConfig, quantised: bool, kv_heads: int, head_di
         held, shared = held + min(o.resident, D) * row, 0
     token = 2 * D * itemsize
     stored = edge * token + edge // BLOCK * D * (block + itemsize + 4)  # K and V; rows, maxima, sums of V
-    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": shared, "fetched": o.topk * token * (2 if o.ahead and o.prefetch != "thread" else 1)}
+    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": shared, "fetched": o.topk * token}
     return {name: kv_heads * size for name, size in found.items()}
 
 

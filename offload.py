@@ -672,7 +672,7 @@ class ZeroCopy:
 
     GPU bytes, with P the positions of whole chunks of 1,024 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
     `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `kernels.Scratch`; with
-    `ahead` fetched tokens `2 * B * KV * K * (D + Dv) * itemsize`. Nothing on the host.
+    `ahead` fetched tokens `B * KV * K * (D + Dv) * itemsize`, twice where a query is foreseen before the layer before has attended. Nothing on the host.
     """
 
     def __init__(self, device: torch.device, row_bits: int = 16, resident: int = 0, layers: int = 1, ahead: bool = False):
@@ -681,7 +681,9 @@ class ZeroCopy:
         self.cuda = device.type == "cuda"
         # What the decoder's matrices leave of the GPU is little; where both wait for room, it is this that must be ready in time.
         self.stream = torch.cuda.Stream(device, priority=-1) if self.cuda else None
-        self.tokens: list[tuple[Tensor, Tensor]] = []  # with `ahead`: fetched K and V [B, KV, K, D], two pairs that layers take in turn
+        self.tokens: list[tuple[Tensor, Tensor]] = []  # with `ahead`: fetched K and V [B, KV, K, D]; pairs that layers take in turn
+        self._pair: dict[int, int] = {}  # which of them each layer has, by its turn
+        self._newest = 0  # which of them was taken last
         self.planes: list[list[Tensor]] = []  # of each sparse layer
         self.blocks = 0  # that they hold
         self.scratch: kernels.Scratch | None = None
@@ -712,7 +714,7 @@ class ZeroCopy:
             self._slot = [None] * n  # row i is the i-th channel's
         self._written, self._fetched = ([Event(device) for _ in range(n)] for _ in range(2))
         if self.ahead and not self.tokens:
-            self.tokens = [tuple(torch.empty(*head, topk, x.shape[3], dtype=x.dtype, device=device) for x in (like_k, like_v)) for _ in range(2)]
+            self.tokens = [tuple(torch.empty(*head, topk, x.shape[3], dtype=x.dtype, device=device) for x in (like_k, like_v))]
         self.planes = [held[turn % len(held)] for turn in range(n)]  # last: who sees them finds the others too, whenever an interrupt came
         return True
 
@@ -753,6 +755,10 @@ class ZeroCopy:
         """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch those of their rows that are not there; with `ahead`, tokens as well."""
         turn = entry.turn
         index, slot, missing = self._tables(entry)
+        if entry.ahead:
+            if self._brought and len(self.tokens) == 1:  # the layer before has still to read its own
+                self.tokens.append(tuple(torch.empty_like(x) for x in self.tokens[0]))
+            self._pair[turn] = self._newest = (self._newest + 1) % len(self.tokens)
         self._brought.add(layer)
         if self.complete and not entry.ahead:
             entry.choose_channels(q, index, slot, missing)
@@ -769,7 +775,7 @@ class ZeroCopy:
             self._written[turn].record()
             if entry.ahead:
                 entry.look(rows, pos)
-                kernels.fetch_tokens(table, entry.chosen, *self.tokens[turn % 2])
+                kernels.fetch_tokens(table, entry.chosen, *self.tokens[self._pair[turn]])
                 self._fetched[turn].record()
 
     def _tables(self, entry) -> list[Tensor]:
@@ -796,7 +802,7 @@ class ZeroCopy:
         """For `kernels.gather_attention`: the slab table, through which it reads the rows itself; with `ahead`, the rows, once they are there."""
         if entry.ahead:
             self._fetched[entry.turn].wait()
-            return None, self.tokens[entry.turn % 2]
+            return None, self.tokens[self._pair[entry.turn]]
         return entry.store.table(self.device), None
 
     def wait_all(self) -> None:

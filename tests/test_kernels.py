@@ -245,7 +245,7 @@ def test_prefetchers_agree_bit_for_bit(device, setting, shape):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("prefetch", ["thread", "uva"])
 def test_a_query_may_be_foreseen_early(device, prefetch):
-    """A decoder that predicts all queries before the layer before attends, as it must without `ahead`: its tokens then come into the one buffer while those of the layer before are read from the other."""
+    """A decoder that predicts all queries before the layer before attends, as it must without `ahead`: tokens then come into one buffer while those of the layer before are read from another."""
     setting, shape = options(prefetch=prefetch, **BEST), {"L": 3, "KV": 1, "G": 2, "D": 16}
     for a, b in zip(drive(device, setting, **shape)[0], drive(device, setting, early=True, **shape)[0], strict=True):
         assert torch.equal(a, b)
@@ -263,7 +263,7 @@ def test_all_rows_resident_is_the_true_querys_choice(device, monkeypatch):
 
 
 def test_a_foreseen_query_may_be_a_view():
-    """The kernels read a query's memory as it lies. And two layers' fetched tokens are in the account."""
+    """The kernels read a query's memory as it lies. And fetched tokens are in the account."""
     outs = []
     for view in (False, True):
         driver = Driver(n=200, L=2, KV=1)
@@ -272,7 +272,7 @@ def test_a_foreseen_query_may_be_a_view():
             cache.foresee = lambda layer, q: foresee(layer, torch.cat((q, q), 3)[..., : q.shape[3]] if view else q)
             driver.call(cache, 182)
             outs.append(driver.call(cache, 1, decode=True))
-            assert cache.nbytes()["gpu"]["fetched tokens"] == layer_account(cache.options, False, 1, 16, 183, itemsize=4)["fetched"] == 2 * 40 * 2 * 16 * 4
+            assert cache.nbytes()["gpu"]["fetched tokens"] == layer_account(cache.options, False, 1, 16, 183, itemsize=4)["fetched"] == 40 * 2 * 16 * 4
     assert torch.equal(*outs)
 
 
