@@ -33,7 +33,7 @@ ROWS = [
     ("+ tail at the mean value", f"{PAPER},tail=true"),
     ("+ tail that follows the query", f"{PAPER},tail=true,tilt=true"),
     ("all: best", "tailor:preset=best"),
-    ("best without looking ahead", "tailor:preset=best,ahead=false"),
+    ("all, without looking ahead", "tailor:preset=best,ahead=false"),
     ("best with shares of the candidates alone", "tailor:preset=best,aggregation=mean"),
     ("as many tokens as needed: adaptive", "tailor:preset=adaptive"),
     ("best with 1 bit", "tailor:preset=best,bits=1"),
