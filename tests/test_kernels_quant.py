@@ -82,8 +82,9 @@ def check(layer, q, n, scale=0.1):
     rms = lambda x: (x.double() - expected).square().mean().sqrt().item()  # noqa: E731
     floor = torch.finfo(q.dtype).eps * expected.square().mean().sqrt().item()
     # In float32 the zero points' part and the codes' part are summed apart, and what cancels between them stays as rounding.
-    # In 16 bits each weight is rounded, by up to half an eps, and the output once more. Errors of many tokens cancel; those of a few do not.
-    limit = 16 * floor if q.dtype == torch.float32 else (0.5 if n > 8 else 1.0) * floor
+    # In 16 bits each weight is rounded, by up to half an eps, and the output once more. Errors of many tokens cancel; those of a few do not, and
+    # none do in Triton's interpreter, which cuts off what a GPU rounds to bfloat16: all weights are too small there, by a third of an eps on average.
+    limit = 16 * floor if q.dtype == torch.float32 else (0.5 if n > 8 and CUDA else 1.0) * floor
     plain = rms(exact(layer, q, n, scale, q.dtype))  # NaN where its scores overflow
     assert rms(got) <= (max(2 * plain, limit) if plain == plain else limit)
     twin = decode(layer, q, n, scale, kernels.quant_decode_plain)
