@@ -796,9 +796,6 @@ def main(argv: list[str] | None = None) -> int:
     sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     try:
         return run(args)
-    except BrokenPipeError:  # the reader of our stdout left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (Exception, KeyboardInterrupt) as error:
         from generate import failed  # which imports this module
 

@@ -659,9 +659,13 @@ def interrupted(error: BaseException | None) -> bool:
 
 
 def failed(program: str, error: BaseException) -> int:
-    """How a program ends by this error: 130 after Ctrl-C; one sentence and 2 if the user can do something about it; any other is raised again."""
+    """How a program ends by this error: 130 after Ctrl-C; 0 if the reader of its stdout left, as `| head` does; one sentence and 2 if the
+    user can do something about it; any other is raised again."""
     if interrupted(error):
         return 130
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     if isinstance(error, (ValueError, OSError, MemoryError, torch.OutOfMemoryError)):
         sentence = (str(error).splitlines() or [type(error).__name__])[0]
     elif isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # how PyTorch says on a CPU that memory is out
@@ -680,9 +684,6 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(sys.stdout, "reconfigure"):  # a notebook's has no such method
             sys.stdout.reconfigure(encoding="utf-8", errors="replace")
         return run(args)
-    except BrokenPipeError:  # the reader of our stdout left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (Exception, KeyboardInterrupt) as error:
         return failed("generate.py", error)
 
