@@ -804,7 +804,7 @@ def fetch_rows(table: Tensor, rows: Rows, missing: Tensor | None, channels: int,
 
 
 GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`, and of `fetch_tokens`
-SELECT_EACH = 1024  # numbers a warp of the selection
+SELECT_TILE = 2048  # most numbers that the selection looks at together, eight a thread
 CHUNK = 1024  # positions a program scores
 FEWEST = 8  # blocks of a sample, if there are so many
 
@@ -846,7 +846,7 @@ class Scratch:
         self.attends = Sample(head, G, positions, device) if ahead else self.chooses
         wide = 2 ** math.ceil(math.log2(max(topk, 1)))
         # About as many peaks as positions under the chosen peaks: the fewest numbers to look at in all.
-        self.peak = min(256, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
+        self.peak = min(128, max(8, 2 ** round(math.log2(max(N / wide, 1)) / 2)))
         self.mass = torch.empty(B, KV, dtype=torch.float32, device=device)
         self.importance = torch.empty(B, KV, N, dtype=torch.int32, device=device)
         self.peaks = torch.empty(B, KV, N // self.peak, dtype=torch.int32, device=device)
@@ -868,6 +868,12 @@ def _sampled(edge, begin, sink, FEWEST: tl.constexpr):
     blocks = (edge - begin) // 64
     stride = tl.where(blocks >= 8 * FEWEST, 8, tl.where(blocks >= 4 * FEWEST, 4, tl.where(blocks >= 2 * FEWEST, 2, 1))).to(tl.int64)
     return stride, tl.where(stride == 1, sink - begin, 0), (blocks + stride - 1 - stride // 2) // stride * 64
+
+
+@triton.jit
+def _looked_at(n, stride, positions):
+    """The n-th block of a sample; behind the last one, any."""
+    return tl.minimum(n * stride + stride // 2, positions // 64 - 1)
 
 
 @triton.jit
@@ -916,6 +922,54 @@ def _key(words, step, zero, i: tl.constexpr, BITS: tl.constexpr, EXACT: tl.const
 
 
 @triton.jit
+def _critical(index, slot, head, start, C, STEP: tl.constexpr):
+    """Critical channels of a KV head, STEP of them from the `start`-th on, and where their rows lie.
+
+    Asked for before anything is known of the position, they arrive with it: while the matrices of the layer before are read, memory answers after 2 to 4 us.
+    """
+    c = start + tl.arange(0, STEP)
+    return tl.load(index + head * C + c, mask=c < C, other=0), tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
+
+
+@triton.jit
+def _halves(pair, NATIVE: tl.constexpr):
+    """The two float16 numbers of each int32."""
+    if NATIVE:  # of two neighbours at a time, as `_key` wants them
+        low = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [pair], dtype=tl.float16, is_pure=True, pack=2)
+        high = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [pair], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        low, high = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True), (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _operands(q, codes, ranges, channel, row, head, start, word, block, g, code_head, code_row, range_head, range_row, D, C, G: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
+    """Of some channels from the `start`-th on, each row's words, `[words, STEP]`, with step and zero of their `block [blocks]`, and the queries `[STEP, columns]`.
+
+    In this order: the compiler puts the exchange of words between threads right behind their load, and what is loaded after them waits for them.
+    """
+    STEP: tl.constexpr = channel.shape[0]
+    WORDS: tl.constexpr = 64 // EACH  # of a block
+    BLOCKS: tl.constexpr = block.shape[0]
+    real = start + tl.arange(0, STEP) < C
+    x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & real[:, None], other=0.0)
+    if EXACT or not NATIVE:
+        x = x.to(tl.float32)
+    elif BITS < 16:
+        x = x.to(tl.float16)
+    if BITS < 16:
+        pair = tl.load(ranges + head * range_head + row[None, :] * range_row + block[:, None])
+    # Loads have no mask along the positions, which would make them two bytes at a time: rows are readable to the end of the chunk, and
+    # what is read there touches no other position's score.
+    words = tl.load(codes + head * code_head + row[None, :] * code_row + word[:, None])
+    step, zero = words, words
+    if BITS < 16:
+        pair = tl.reshape(tl.broadcast_to(pair[:, None, :], [BLOCKS, WORDS, STEP]), [BLOCKS * WORDS, STEP])
+        step, zero = _halves(pair, NATIVE)
+    return words, step, zero, x
+
+
+@triton.jit
 def _some_scores(acc, words, step, zero, x, offset, first: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
     """`acc [words, columns]` plus keys times queries, of the words' codes from `first` on: the j-th of PER where a column's `offset` is j."""
     for j in tl.static_range(PER):
@@ -926,6 +980,30 @@ def _some_scores(acc, words, step, zero, x, offset, first: tl.constexpr, PER: tl
 
 
 @triton.jit
+def _approximate(q, index, slot, codes, ranges, words, step, zero, x, head, word, block, g, offset, code_head, code_row, range_head, range_row, D, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
+    """Keys times queries, over all critical channels, of which the first operands are there: `[words, columns]`, one for each round of PER codes of a word, four at most.
+
+    A matrix of words of 16 or 32 bits, EACH codes of a channel's row in a word, times queries. The tensor cores want words of two channels side by
+    side; as words, not as codes, they are exchanged between threads, which then unpack what they multiply. A column is a query head and,
+    since a product has no fewer than 8 columns, one of PER codes of the word.
+    """
+    ROUNDS: tl.constexpr = EACH // PER
+    a0 = tl.zeros([words.shape[0], x.shape[1]], tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    for start in tl.static_range(0, C, STEP):
+        if start > 0:
+            channel, row = _critical(index, slot, head, start, C, STEP)
+            words, step, zero, x = _operands(q, codes, ranges, channel, row, head, start, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
+        a0 = _some_scores(a0, words, step, zero, x, offset, 0, PER, BITS, EXACT, NATIVE)
+        if ROUNDS > 1:
+            a1 = _some_scores(a1, words, step, zero, x, offset, PER, PER, BITS, EXACT, NATIVE)
+        if ROUNDS > 2:
+            a2 = _some_scores(a2, words, step, zero, x, offset, 2 * PER, PER, BITS, EXACT, NATIVE)
+            a3 = _some_scores(a3, words, step, zero, x, offset, 3 * PER, PER, BITS, EXACT, NATIVE)
+    return a0, a1, a2, a3
+
+
+@triton.jit
 def _candidates(acc, column, at, offset, low, high):
     """Scores of candidates, minus infinity elsewhere; `at`: position of each word's first code."""
     past = (at[:, None] + offset[None, :] - low).to(tl.uint32)  # of the first candidate; what lies before it is a large number
@@ -933,7 +1011,7 @@ def _candidates(acc, column, at, offset, low, high):
 
 
 @triton.jit
-def _weigh(score, high):
+def _spread(score, high):
     """2^(score - high), the distance from high, their product, and the distance's square; 0 where there is no candidate."""
     off = score - high[None, :]
     weight = tl.exp2(off)
@@ -971,28 +1049,19 @@ def _near(q, sink_k, ring_k, stats, stat, slots, chunk, tile, pos, scale, sink, 
 
 
 @triton.jit
-def _totals(stats, stat, rows, real, slots, count, CHUNKS: tl.constexpr):
-    """Base-2 logarithm of the sum of the exponentials over the first `count` of each row's slots, for some heads; -inf if there is nothing."""
-    i = tl.arange(0, CHUNKS)
+def _sums(stats, stat, rows, real, slots, count, SLOTS: tl.constexpr):
+    """Maxima and sums of exponentials of the first `count` of each row's slots, for some heads."""
+    i = tl.arange(0, SLOTS)
     at, mask = stats + rows[:, None] * slots + i[None, :], real[:, None] & (i < count)[None, :]
-    high = tl.load(at, mask=mask, other=float("-inf"))
-    sums = tl.load(at + stat, mask=mask, other=0.0)
-    top = tl.max(high, 1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    return safe + tl.log2(tl.sum(tl.exp2(high - safe[:, None]) * sums, 1))
+    return tl.load(at, mask=mask, other=float("-inf")), tl.load(at + stat, mask=mask, other=0.0)
 
 
 @triton.jit
-def _estimated(stats, stat, rows, real, slots, near, more, SLOTS: tl.constexpr, NEAR_SLOTS: tl.constexpr):
-    """Base-2 logarithms of the sum of the exponentials over all candidates, of which those of a sample are so many times `more`, and of
-    that with the last `near` slots of sink and window."""
-    own = _totals(stats, stat, rows, real, slots, slots - near, SLOTS) + tl.log2(more)
-    total = own
-    if NEAR_SLOTS > 0:
-        beside = _totals(stats + slots - near, stat, rows, real, slots, near, NEAR_SLOTS)
-        high = tl.maximum(own, beside)
-        total = high + tl.log2(tl.exp2(own - high) + tl.exp2(beside - high))
-    return own, total
+def _total(high, sums):
+    """Base-2 logarithm of the sum of all exponentials; -inf if there are none."""
+    top = tl.max(high, 1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    return safe + tl.log2(tl.sum(tl.exp2(high - safe[:, None]) * sums, 1))
 
 
 @triton.jit
@@ -1008,98 +1077,31 @@ def _share(acc, column, total, at, low, high, G: tl.constexpr, GP: tl.constexpr,
 
 
 @triton.jit
-def _scores_kernel(
-    q, index, slot, codes, ranges, sink_k, ring_k, scores, stats, importance, peaks, mass, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads, slots, near, ring,
-    GN: tl.constexpr, BLOCK_D: tl.constexpr, SINK_TILES: tl.constexpr, NEWEST: tl.constexpr, SLOTS: tl.constexpr, NEAR_SLOTS: tl.constexpr,
-    WEIGH: tl.constexpr, PEAK: tl.constexpr, AUTHORS: tl.constexpr, FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+def _sample(
+    q, index, slot, codes, ranges, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, stat, slots, chunk, head,
+    FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a chunk of a sample, or, with WEIGH, how much each candidate of a chunk matters; sink and window behind the sample's last chunk."""
-    chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _wait(PDL)
+    """Scores of a chunk of a sample, and their statistics."""
+    channel, row = _critical(index, slot, head, 0, C, STEP)
     edge = _edge(pos, recent)
+    stride, low, high = _sampled(edge, begin, sink, FEWEST)
     group = tl.arange(0, GP)
-    stat = heads.to(tl.int64) * slots  # from one kind to the next
-    stride, first, last = _sampled(edge, begin, sink, FEWEST)
-    low, high = first, last
-    if WEIGH:
-        low, high = sink - begin, edge - begin
-        peaks += head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
-        if chunk * CHUNK >= high:
-            tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
-            return
+    stats += (head * G + group) * slots + chunk
+    if chunk * CHUNK >= high:
+        tl.store(stats, float("-inf"), mask=group < G)
+        tl.store(stats + stat, 0.0, mask=group < G)
     else:
-        if chunk >= slots - near:
-            _near(q, sink_k, ring_k, stats, stat, slots, chunk, chunk - slots + near, pos, scale, sink, ring, edge, head, D, G, GN, BLOCK_D, SINK_TILES, NEWEST, NATIVE)
-            return
-        stats += (head * G + group) * slots + chunk
-        if chunk * CHUNK >= high:
-            tl.store(stats, float("-inf"), mask=group < G)
-            tl.store(stats + stat, 0.0, mask=group < G)
-            return
-    # A matrix of words of 16 or 32 bits, EACH codes of a channel's row in a word, times queries. The tensor cores want words of two channels side by
-    # side; as words, not as codes, they are exchanged between threads, which then unpack what they multiply. A column is a query head and,
-    # since a product has no fewer than 8 columns, one of PER codes of the word.
-    ROUNDS: tl.constexpr = EACH // PER
-    M: tl.constexpr = CHUNK // EACH
-    WORDS: tl.constexpr = 64 // EACH  # of a block
-    n = tl.arange(0, GP * PER)
-    g, offset = n % GP, n // GP
-    m = tl.arange(0, M)
-    word, block = chunk * M + m, chunk * (CHUNK // 64) + m // WORDS
-    if not WEIGH:
-        block = tl.minimum(block * stride + stride // 2, (edge - begin) // 64 - 1)
-        word = block * WORDS + m % WORDS
-    a0 = tl.zeros([M, GP * PER], tl.float32)
-    a1, a2, a3 = a0, a0, a0
-    for start in tl.static_range(0, C, STEP):
-        # Loads have no mask along the positions, which would make them two bytes at a time: rows are readable to the end of the chunk, and
-        # what is read there touches no other position's score.
-        c = start + tl.arange(0, STEP)
-        row = tl.load(slot + head * C + c, mask=c < C, other=0).to(tl.int64)
-        channel = tl.load(index + head * C + c, mask=c < C, other=0)
-        words = tl.load(codes + head * code_head + row[None, :] * code_row + word[:, None])
-        step, zero = words, words
-        if BITS < 16:
-            pair = ranges + head * range_head + row[None, :] * range_row + block[:, None] * 2
-            step, zero = tl.load(pair), tl.load(pair + 1)
-        x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & (c < C)[:, None], other=0.0)
-        if EXACT or not NATIVE:
-            x = x.to(tl.float32)
-        elif BITS < 16:
-            x = x.to(tl.float16)
-        a0 = _some_scores(a0, words, step, zero, x, offset, 0, PER, BITS, EXACT, NATIVE)
-        if ROUNDS > 1:
-            a1 = _some_scores(a1, words, step, zero, x, offset, PER, PER, BITS, EXACT, NATIVE)
-        if ROUNDS > 2:
-            a2 = _some_scores(a2, words, step, zero, x, offset, 2 * PER, PER, BITS, EXACT, NATIVE)
-            a3 = _some_scores(a3, words, step, zero, x, offset, 3 * PER, PER, BITS, EXACT, NATIVE)
-
-    column = tl.where(g < G, scale * LOG2E, 0.0)
-    at = chunk * CHUNK + m * EACH
-    if WEIGH:
-        all_of_it = column
-        if not AUTHORS:
-            more = (edge - sink).to(tl.float32) / (last - first).to(tl.float32)
-            own, all_of_it = _estimated(stats, stat, head * G + g, g < G, slots, near, more, SLOTS, NEAR_SLOTS)
-            if chunk == 0:
-                tl.store(mass + head, tl.sum(tl.where(n < G, tl.exp2(own - all_of_it), 0.0), 0) / G)
-        importance += head * N + at[:, None] + tl.arange(0, PER)[None, :]
-        key = _share(a0, column, all_of_it, at, low, high, G, GP, PER, AUTHORS)
-        tl.store(importance, key)
-        best = tl.max(key, 1)
-        if ROUNDS > 1:
-            key = _share(a1, column, all_of_it, at + PER, low, high, G, GP, PER, AUTHORS)
-            tl.store(importance + PER, key)
-            best = tl.maximum(best, tl.max(key, 1))
-        if ROUNDS > 2:
-            key = _share(a2, column, all_of_it, at + 2 * PER, low, high, G, GP, PER, AUTHORS)
-            tl.store(importance + 2 * PER, key)
-            best = tl.maximum(best, tl.max(key, 1))
-            key = _share(a3, column, all_of_it, at + 3 * PER, low, high, G, GP, PER, AUTHORS)
-            tl.store(importance + 3 * PER, key)
-            best = tl.maximum(best, tl.max(key, 1))
-        tl.store(peaks, tl.max(tl.reshape(best, [CHUNK // PEAK, PEAK // EACH]), 1))
-    else:
+        ROUNDS: tl.constexpr = EACH // PER
+        M: tl.constexpr = CHUNK // EACH
+        n = tl.arange(0, GP * PER)
+        g, offset = n % GP, n // GP
+        m = tl.arange(0, M)
+        block = _looked_at(chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64), stride, edge - begin)
+        word = _looked_at(chunk * (CHUNK // 64) + m // (64 // EACH), stride, edge - begin) * (64 // EACH) + m % (64 // EACH)
+        words, step, zero, x = _operands(q, codes, ranges, channel, row, head, 0, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
+        a0, a1, a2, a3 = _approximate(q, index, slot, codes, ranges, words, step, zero, x, head, word, block, g, offset, code_head, code_row, range_head, range_row, D, C, STEP, G, PER, BITS, EACH, EXACT, NATIVE)
+        column = tl.where(g < G, scale * LOG2E, 0.0)
+        at = chunk * CHUNK + m * EACH
         to = scores + (head * G + g)[None, :] * N + chunk * CHUNK + m[:, None] + offset[None, :] * M
         real = (g < G)[None, :]
         a0 = _candidates(a0, column, at, offset, low, high)
@@ -1119,14 +1121,14 @@ def _scores_kernel(
         most = tl.max(tl.reshape(tl.max(most, 0), [PER, GP]), 0)
         safe = tl.where(most == float("-inf"), 0.0, most)
         top = tl.reshape(tl.broadcast_to(safe[None, :], [PER, GP]), [PER * GP])
-        weight, moved, off, square = _weigh(a0, top)
+        weight, moved, off, square = _spread(a0, top)
         if ROUNDS > 1:
-            w, x1, x2, x3 = _weigh(a1, top)
+            w, x1, x2, x3 = _spread(a1, top)
             weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
         if ROUNDS > 2:
-            w, x1, x2, x3 = _weigh(a2, top)
+            w, x1, x2, x3 = _spread(a2, top)
             weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
-            w, x1, x2, x3 = _weigh(a3, top)
+            w, x1, x2, x3 = _spread(a3, top)
             weight, moved, off, square = weight + w, moved + x1, off + x2, square + x3
         weight = _fold(tl.sum(weight, 0), PER, GP)
         moved = _fold(tl.sum(moved, 0), PER, GP)
@@ -1140,75 +1142,169 @@ def _scores_kernel(
         tl.store(stats + 4 * stat, tl.maximum(square - off * off / count, 0.0), mask=group < G)
 
 
-@triton.jit
-def _threshold(x, count, limit, low, first, second):
-    """A threshold that at least `count` of the int32 x `[rows, columns]` reach, and at most `limit` unless values are equal.
+@triton.jit(do_not_specialize=["slots"])
+def _estimate_kernel(
+    q, index, slot, codes, ranges, sink_k, ring_k, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads, slots, near, ring,
+    GN: tl.constexpr, BLOCK_D: tl.constexpr, SINK_TILES: tl.constexpr, NEWEST: tl.constexpr,
+    FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A chunk of a sample; sink and window behind the last one."""
+    chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _wait(PDL)
+    stat = heads.to(tl.int64) * slots  # from one kind to the next
+    if chunk >= slots - near:
+        _near(q, sink_k, ring_k, stats, stat, slots, chunk, chunk - slots + near, pos, scale, sink, ring, _edge(pos, recent), head, D, G, GN, BLOCK_D, SINK_TILES, NEWEST, NATIVE)
+    else:
+        _sample(q, index, slot, codes, ranges, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, stat, slots, chunk, head, FEWEST, C, STEP, G, GP, PER, BITS, EACH, CHUNK, EXACT, NATIVE)
 
-    Starts from a `low` that at least `count` reach, if so many there are, and looks at `first` and `second` above it; from then on, at thirds
-    of what is left. The two counts, below 2^15, go into one sum: sums over all threads are what costs.
+
+@triton.jit(do_not_specialize=["slots"])
+def _weigh_kernel(
+    q, index, slot, codes, ranges, stats, importance, peaks, mass, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads, slots, near,
+    SLOTS: tl.constexpr, NEAR_SLOTS: tl.constexpr, PEAK: tl.constexpr, AUTHORS: tl.constexpr,
+    FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """How much each candidate of a chunk matters: its share of the sum of all exponentials, which the sample's stand for."""
+    chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    _wait(PDL)
+    channel, row = _critical(index, slot, head, 0, C, STEP)
+    edge = _edge(pos, recent)
+    low, high = sink - begin, edge - begin
+    peaks += head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
+    if chunk * CHUNK >= high:
+        tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
+        return
+    ROUNDS: tl.constexpr = EACH // PER
+    n = tl.arange(0, GP * PER)
+    g, offset = n % GP, n // GP
+    m = tl.arange(0, CHUNK // EACH)
+    word, block = chunk * (CHUNK // EACH) + m, chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
+    column = tl.where(g < G, scale * LOG2E, 0.0)
+    total = column
+    if not AUTHORS:  # asked for with the operands
+        stat = heads.to(tl.int64) * slots
+        highs, sums = _sums(stats, stat, head * G + g, g < G, slots, slots - near, SLOTS)
+        if NEAR_SLOTS > 0:
+            near_highs, near_sums = _sums(stats + slots - near, stat, head * G + g, g < G, slots, near, NEAR_SLOTS)
+    words, step, zero, x = _operands(q, codes, ranges, channel, row, head, 0, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
+    if not AUTHORS:
+        _, first, last = _sampled(edge, begin, sink, FEWEST)
+        own = _total(highs, sums) + tl.log2((edge - sink).to(tl.float32) / (last - first).to(tl.float32))
+        total = own
+        if NEAR_SLOTS > 0:
+            beside = _total(near_highs, near_sums)
+            top = tl.maximum(own, beside)
+            total = top + tl.log2(tl.exp2(own - top) + tl.exp2(beside - top))
+        if chunk == 0:
+            tl.store(mass + head, tl.sum(tl.where(n < G, tl.exp2(own - total), 0.0), 0) / G)
+    a0, a1, a2, a3 = _approximate(q, index, slot, codes, ranges, words, step, zero, x, head, word, block, g, offset, code_head, code_row, range_head, range_row, D, C, STEP, G, PER, BITS, EACH, EXACT, NATIVE)
+    at = chunk * CHUNK + m * EACH
+    importance += head * N + at[:, None] + tl.arange(0, PER)[None, :]
+    key = _share(a0, column, total, at, low, high, G, GP, PER, AUTHORS)
+    tl.store(importance, key)
+    best = tl.max(key, 1)
+    if ROUNDS > 1:
+        key = _share(a1, column, total, at + PER, low, high, G, GP, PER, AUTHORS)
+        tl.store(importance + PER, key)
+        best = tl.maximum(best, tl.max(key, 1))
+    if ROUNDS > 2:
+        key = _share(a2, column, total, at + 2 * PER, low, high, G, GP, PER, AUTHORS)
+        tl.store(importance + 2 * PER, key)
+        best = tl.maximum(best, tl.max(key, 1))
+        key = _share(a3, column, total, at + 3 * PER, low, high, G, GP, PER, AUTHORS)
+        tl.store(importance + 3 * PER, key)
+        best = tl.maximum(best, tl.max(key, 1))
+    tl.store(peaks, tl.max(tl.reshape(best, [CHUNK // PEAK, PEAK // EACH]), 1))
+
+
+@triton.jit
+def _numbers(source, under, t, size, TILE: tl.constexpr, PEAK: tl.constexpr):
+    """Tile `t` of the numbers to choose from, int32 `[TILE / 8, 8]`, and their places in `source`: its first `size` ones, or, with PEAK, those under the peaks `under`, -1: none."""
+    at = t * TILE + tl.arange(0, TILE // 8) * 8
+    if PEAK:
+        peak = tl.load(under + at // PEAK)
+        at, real = peak * PEAK + at % PEAK, peak >= 0
+    else:
+        real = at < size
+    n = at[:, None] + tl.arange(0, 8)[None, :]
+    return tl.load(source + n, mask=real[:, None], other=NOTHING), n
+
+
+@triton.jit
+def _keep(source, under, size, into, base, count, limit, low, first, second, TILE: tl.constexpr, ALL: tl.constexpr, PEAK: tl.constexpr):
+    """Write to `into`, ascending, `base` plus the places of the `count` largest numbers (see `_numbers`), ties to the first, or of up to `limit` of them; never of `NOTHING`.
+
+    Looks for a threshold that at least `count` numbers reach, and at most `limit` unless some are equal; from a `low` that `count` reach, if so
+    many there are. It tries `first` and `second` above it; from then on, thirds of what is left. Numbers are read again each time: a program that held them in
+    registers would leave no room beside it for the matrices of the layer before. The two counts go into one sum, since sums over all threads are what costs.
+
+    Returns:
+        The threshold.
     """
+    kind: tl.constexpr = tl.int32 if ALL < 2**15 else tl.int64
+    half: tl.constexpr = 16 if ALL < 2**15 else 32
+    one, other = tl.full([], 1, kind), tl.full([], 2**half, kind)
     high = tl.full([], 0x7F800001, tl.int32)  # more than the image of infinity
+    over = tl.full([], 0, tl.int32)  # numbers that reach `high`
     reached = tl.full([], 2**30, tl.int32)
     while (reached > limit) & (high != low + 1):
-        two = tl.sum(tl.where(x >= first, 1, 0) + tl.where(x >= second, 65536, 0))
-        a, b = two & 65535, two >> 16
+        both = tl.zeros([TILE // 8, 8], kind)
+        for t in range(ALL // TILE):
+            x, _ = _numbers(source, under, t, size, TILE, PEAK)
+            both += tl.where(x >= first, one, 0) + tl.where(x >= second, other, 0)
+        both = tl.sum(both)
+        a, b = (both & (other - 1)).to(tl.int32), (both >> half).to(tl.int32)
         if b >= count:
             low = second
             reached = b
         elif a >= count:
             low = first
+            over = tl.where(second < high, b, over)
             high = tl.minimum(second, high)
             reached = a
         else:
-            high = first
+            over = tl.where(first < high, a, over)
+            high = tl.minimum(first, high)
         step = ((high - low).to(tl.uint32) // 3).to(tl.int32) + 1
         first = low + step
         second = first + step
-    return low
-
-
-@triton.jit
-def _keep(x, n, into, count, limit, low, first, second):
-    """Write to `into`, ascending, the n where x is among the `count` largest, ties to the first, or up to `limit` of them; never of `NOTHING`.
-
-    x, n: int32 `[rows, columns]`, ascending row by row. For the others, and for what is returned, see `_threshold`.
-    """
-    low = _threshold(x, count, limit, low, first, second)
     # Those above the threshold, then the first of those that equal it, in one scan that counts both.
-    above, level = x > low, (x == low) & (x > NOTHING)
-    both = tl.where(above, 1, 0) + tl.where(level, 65536, 0)
-    rows = tl.sum(both, 1)
-    need = limit - (tl.sum(both) & 65535)
-    before = tl.cumsum(both, 1) + (tl.cumsum(rows, 0) - rows)[:, None]
-    place = (before & 65535) + tl.minimum(before >> 16, need) - 1
-    tl.store(into + place, n, mask=above | (level & (before >> 16 <= need)))
+    need = tl.where(high == low + 1, limit - over, limit)
+    before = tl.full([], 0, kind)
+    for t in range(ALL // TILE):
+        x, n = _numbers(source, under, t, size, TILE, PEAK)
+        above, level = x > low, (x == low) & (x > NOTHING)
+        both = tl.where(above, one, 0) + tl.where(level, other, 0)
+        rows = tl.sum(both, 1)
+        both = tl.cumsum(both, 1) + (before + tl.cumsum(rows, 0) - rows)[:, None]
+        place = ((both & (other - 1)) + tl.minimum(both >> half, need) - 1).to(tl.int32)
+        tl.store(into + place, base + n, mask=above | (level & (both >> half <= need)))
+        before += tl.sum(rows)
     return low
 
 
 @triton.jit
 def _select_kernel(
     importance, peaks, blocks, chosen, guess, mass, pos, begin, sink, recent, left, least, K, N,
-    PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, ENOUGH: tl.constexpr, FEWEST: tl.constexpr, PDL: tl.constexpr,
+    PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr, ENOUGH: tl.constexpr, FEWEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
-    c = tl.arange(0, 8)
-    i = tl.arange(0, PEAKS // 8)[:, None] * 8 + c[None, :]
-    j = tl.arange(0, KP * PEAK // 8)[:, None] * 8 + c[None, :]
+    importance += head * N
+    peaks = tl.multiple_of(peaks + head * (N // PEAK), 16)
+    blocks += head * KP
+    chosen += head * K
     _wait(PDL)
-    x = tl.load(peaks + head * (N // PEAK) + i, mask=i < N // PEAK, other=NOTHING)
-    tl.store(blocks + head * KP + k, -1)
-    tl.store(chosen + head * K + k, -1, mask=k < K)
+    tl.store(blocks + k, -1)
+    tl.store(chosen + k, -1, mask=k < K)
     tl.debug_barrier()
     # The K best positions lie under the K best peaks, since each of those stands for one position as good.
     # Where the threshold is looked for first, a tenth around the last step's, decides how long it takes, not what is found.
     near = tl.maximum(tl.load(guess + head), 2**21)
-    low = _keep(x, i, blocks + head * KP, K, KP, tl.full([], NOTHING, tl.int32), near - 2**20, near + 2**20)
+    low = _keep(peaks, peaks, N // PEAK, blocks, 0, K, KP, tl.full([], NOTHING, tl.int32), near - 2**20, near + 2**20, TILE if TILE < PEAKS else PEAKS, PEAKS, 0)
     tl.debug_barrier()
-    block = tl.load(blocks + head * KP + j // PEAK)
-    n = block * PEAK + j % PEAK
-    y = tl.load(importance + head * N + n, mask=block >= 0, other=NOTHING)
-    low = _keep(y, begin + n, chosen + head * K, K, K, low, low + 2**18, low + 2**21)
+    near = tl.minimum(low, 0x7F800000 - 2**21)
+    low = _keep(importance, blocks, 0, chosen, begin, K, K, low, near + 2**18, near + 2**21, TILE if TILE < KP * PEAK else KP * PEAK, KP * PEAK, PEAK)
     tl.store(guess + head, low)
     if ENOUGH:
         tl.debug_barrier()
@@ -1216,7 +1312,7 @@ def _select_kernel(
         if edge - sink > K:
             stride, first, last = _sampled(edge, begin, sink, FEWEST)
             more = (edge - sink).to(tl.float32) / (last - first).to(tl.float32)
-            _enough(importance + head * N - begin, chosen + head * K, tl.load(mass + head), stride, more, begin, left, least, K, KP)
+            _enough(importance - begin, chosen, tl.load(mass + head), stride, more, begin, left, least, K, KP)
 
 
 @triton.jit
@@ -1255,35 +1351,39 @@ def estimate(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent
         near: K of sink and ring, `[B, KV, sink, D]` and `[B, KV, slots, D]`, where the sample has room for their sums (`near_blocks`).
         newest: the newest token is among them.
     """
-    _launch_scores(q, rows, pos, scale, sink, recent, sample, near, newest)
+    B, H, _, D = q.shape
+    pointers, strides, shape = _scored(q, rows)
+    sink_k, ring_k = near or (q, q)
+    slots, power = sample.stats.shape[3], triton.next_power_of_2
+    _estimate_kernel[(slots, rows.index.shape[1] * B)](
+        q, *pointers, sink_k, ring_k, sample.scores, sample.stats, pos, scale, rows.begin, sink, recent, D, sample.positions, *strides, B * H, slots, sample.near, ring_k.shape[2],
+        GN=max(8, power(shape["G"])), BLOCK_D=max(16, power(D)), SINK_TILES=_near_tiles(sink, recent, BLOCK)[0], NEWEST=newest, **shape, num_warps=4, **_launch(q.device),
+    )  # fmt: skip
 
 
 def weigh(q: Tensor, rows: Rows, pos: Tensor, scale: float, sink: int, recent: int, scratch: Scratch, authors: bool = False) -> None:
     """How much each candidate matters to its KV head (`retrieval.importance`), the sum of all attention being known from `scratch.chooses`; for the authors' choice none is needed."""
-    _launch_scores(q, rows, pos, scale, sink, recent, scratch.chooses, weighs=scratch, authors=authors)
-
-
-def _launch_scores(q, rows, pos, scale, sink, recent, sample, near=None, newest=True, weighs=None, authors=False) -> None:
     B, H, _, D = q.shape
-    KV, C = rows.index.shape[1:]
-    G, power = H // KV, triton.next_power_of_2
+    pointers, strides, shape = _scored(q, rows)
+    s, slots, near, power = scratch, scratch.chooses.stats.shape[3], scratch.chooses.near, triton.next_power_of_2
+    _weigh_kernel[(s.positions // CHUNK, rows.index.shape[1] * B)](
+        q, *pointers, s.chooses.stats, s.importance, s.peaks, s.mass, pos, scale, rows.begin, sink, recent, D, s.positions, *strides, B * H, slots, near,
+        SLOTS=power(slots - near), NEAR_SLOTS=power(near) if near else 0, PEAK=s.peak, AUTHORS=authors, **shape, num_warps=4, **_launch(q.device),
+    )  # fmt: skip
+
+
+def _scored(q: Tensor, rows: Rows) -> tuple[list[Tensor], list[int], dict]:
+    """For a kernel that scores: tables and planes of channel rows, their strides, and how the work is cut."""
+    (KV, C), G = rows.index.shape[1:], q.shape[1] // rows.index.shape[1]
     codes, ranges = rows.planes[0], rows.planes[-1]
     if rows.bits < 16:
-        codes = codes.view(torch.int32 if rows.bits == 4 else torch.int16)
+        codes, ranges = codes.view(torch.int32 if rows.bits == 4 else torch.int16), ranges.view(torch.int32)
     # Codes of a word, and how many of them share a product: at most four rounds, and no product of fewer than 8 columns.
-    GP, each, exact = power(G), _each(rows.bits), q.dtype == torch.float32
+    GP, each, exact = triton.next_power_of_2(G), _each(rows.bits), q.dtype == torch.float32
     per = min(each, max(8 // GP, each // 4, 1))
-    GP = max(GP, 8 // per)
-    sink_k, ring_k = near or (q, q)
-    N, slots = (weighs or sample).positions, sample.stats.shape[3]
-    importance, peaks, mass = (weighs.importance, weighs.peaks, weighs.mass) if weighs else (q, q, q)
-    _scores_kernel[(N // CHUNK if weighs else slots, B * KV)](
-        q, rows.index, rows.slot, codes, ranges, sink_k, ring_k, sample.scores, sample.stats, importance, peaks, mass, pos, scale, rows.begin, sink, recent, D, N,
-        codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2), B * H, slots, sample.near, ring_k.shape[2],
-        GN=max(8, power(G)), BLOCK_D=max(16, power(D)), SINK_TILES=_near_tiles(sink, recent, BLOCK)[0], NEWEST=newest, SLOTS=power(slots - sample.near), NEAR_SLOTS=power(sample.near) if sample.near else 0,
-        WEIGH=weighs is not None, PEAK=weighs.peak if weighs else 0, AUTHORS=authors, FEWEST=FEWEST, C=C, STEP=16 if rows.bits == 16 or exact else 32,
-        G=G, GP=GP, PER=per, BITS=rows.bits, EACH=each, CHUNK=CHUNK, EXACT=exact, NATIVE=q.is_cuda, num_warps=4, **_launch(q.device),
-    )  # fmt: skip
+    cut = {"GP": max(GP, 8 // per), "PER": per, "EACH": each, "CHUNK": CHUNK, "FEWEST": FEWEST, "STEP": 16 if rows.bits == 16 or exact else 32}
+    strides = [codes.stride(1), codes.stride(2), ranges.stride(1), ranges.stride(2)]
+    return [rows.index, rows.slot, codes, ranges], strides, {"C": C, "G": G, "BITS": rows.bits, "EXACT": exact, "NATIVE": q.is_cuda, **cut}
 
 
 def _each(bits: int) -> int:
@@ -1311,10 +1411,10 @@ def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor, pos: Ten
     """
     s, launch = scratch, _launch(chosen.device)
     N, K, KP, peaks = s.positions, chosen.shape[2], s.blocks.shape[2], triton.next_power_of_2(s.positions // s.peak)
-    warps = min(max(max(peaks, KP * s.peak) // SELECT_EACH, 1), 16)
+    tile = min(max(max(peaks, KP * s.peak) // 4, 256), SELECT_TILE)
     _select_kernel[(guess.numel(),)](
         s.importance, s.peaks, s.blocks, chosen, guess, s.mass, pos, begin, sink, recent, float(left), least, K, N,
-        PEAK=s.peak, PEAKS=peaks, KP=KP, ENOUGH=left > 0, FEWEST=FEWEST, num_warps=warps, **launch,
+        PEAK=s.peak, PEAKS=peaks, KP=KP, TILE=tile, ENOUGH=left > 0, FEWEST=FEWEST, num_warps=tile // 256, **launch,
     )  # fmt: skip
 
 
@@ -1383,24 +1483,32 @@ def fetch_tokens(table: Tensor, chosen: Tensor, k: Tensor, v: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "chunks"])
 def _gather_kernel(
     q, sink_k, sink_v, ring_k, ring_v, table, staged_k, staged_v, chosen, covariance, along, part, parts, pos, scale, sink, ring, recent, K, D, DV, staged_rows, tiles,
-    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr,
-    STAGED: tl.constexpr, TILT: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+    index, slot, codes, ranges, scores, stats, begin, N, code_head, code_row, range_head, range_row, heads, slots, chunks,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SINK_TILES: tl.constexpr, RING_TILES: tl.constexpr, WIDTH: tl.constexpr,
+    STAGED: tl.constexpr, TILT: tl.constexpr, ALIGN: tl.constexpr, SAMPLE: tl.constexpr,
+    FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _wait(PDL)
+    # A few programs more, which need nothing of the others: the sample for the tail, first since they take longest, and last where the tail's value leans, 16 channels each.
+    if SAMPLE:
+        if tile < chunks:
+            _sample(q, index, slot, codes, ranges, scores, stats, pos, scale, begin, sink, recent, D, N, code_head, code_row, range_head, range_row, heads.to(tl.int64) * slots, slots, tile, head, FEWEST, C, STEP, G, GP, PER, BITS, EACH, CHUNK, EXACT, NATIVE)
+            return
+        tile -= chunks
     if TILT:
-        if tile >= tiles:  # a few programs more, while the others wait for the host: where the tail's value leans, 16 channels each
-            _lean(q, covariance, along, head, tile - tiles, D, DV, G, GP, BLOCK_D)
+        if tile >= tiles:
+            _lean(q, covariance, along, head, tile - tiles, D, DV, G, BLOCK_G, BLOCK_D)
             return
     kind = ring_k.dtype.element_ty
     size: tl.constexpr = kind.primitive_bitwidth // 8
     length = tl.load(pos) + 1
     edge = _edge(pos, recent)
     i = tl.arange(0, TILE).to(tl.int64)
-    g = tl.arange(0, GP)
+    g = tl.arange(0, BLOCK_G)
     # Addresses as numbers, since the rows lie in different tensors.
     if tile < SINK_TILES:
         row = tile * TILE + i
@@ -1498,22 +1606,23 @@ def _join_tail_kernel(
 
 def gather_attention(
     q: Tensor, sink: tuple[Tensor, Tensor], ring: tuple[Tensor, Tensor], table: Tensor | None, staged: tuple[Tensor, Tensor] | None, chosen: Tensor,
-    pos: Tensor, scale: float, recent: int, begin: int, bits: int, sample: Sample, vsum: Tensor | None, covariance: Tensor | None = None,
+    pos: Tensor, scale: float, recent: int, rows: Rows, sample: Sample, vsum: Tensor | None, covariance: Tensor | None = None, scores: bool = False,
 ) -> Tensor:  # fmt: skip
     """Exact attention over sink, chosen tokens and window; with `vsum`, the mass of the candidates left out goes to their mean value.
 
     Args:
         q: `[B, H, 1, D]`. sink, ring: K and V, `[B, KV, sink, D]` and `[B, KV, slots, D]`. chosen: int32 `[B, KV, K]`, -1: none.
         table: of slabs, whose K and V rows are read in place in host memory; or staged: the rows themselves, `[B, KV, >= K, D]`.
-        begin, bits: of the channel rows. sample: of their scores by q. vsum: the candidates' sum of V, float64 `[B, KV, Dv]`.
+        rows, sample: channel rows, and a sample of their scores by q; vsum: the candidates' sum of V, float64 `[B, KV, Dv]`.
         covariance: of K with V over the candidates, float32 `[B, KV, D, Dv]`: the value follows the query, see `retrieval.tail_shift`.
+        scores: fill the sample first, as `estimate` would, beside the attention and not before it.
 
     Returns:
         `[B, H, 1, Dv]` in q's dtype.
     """
     B, H, _, D = q.shape
     KV, K, DV = chosen.shape[1], chosen.shape[2], sink[1].shape[3]
-    n_sink, slots, G, tile, s = sink[0].shape[2], ring[0].shape[2], H // KV, GATHER_TILE[0], sample
+    n_sink, G, tile, s = sink[0].shape[2], H // KV, GATHER_TILE[0], sample
     counts = [*_near_tiles(n_sink, recent, tile), -(-K // tile)]
     tiles = sum(counts)
     part = torch.empty(B * H, tiles, DV, dtype=torch.float32, device=q.device)
@@ -1521,17 +1630,20 @@ def gather_attention(
     staged_k, staged_v = staged or ring
     power, launch, tail, tilt = triton.next_power_of_2, _launch(q.device), vsum is not None, covariance is not None
     along = torch.empty(B * H, DV, dtype=torch.float32, device=q.device) if tilt else part
-    _gather_kernel[(B * KV, tiles + tilt * -(-DV // 16))](
-        q, *sink, *ring, table, staged_k, staged_v, chosen, covariance, along, part, parts, pos, scale, n_sink, slots, recent, K, D, DV, staged_k.shape[2], tiles,
-        G=G, GP=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
-        WIDTH=table.shape[1] if table is not None else 0, STAGED=table is None, TILT=tilt, ALIGN=_alignment(*ring), num_warps=GATHER_TILE[1], **launch,
+    pointers, strides, shape = _scored(q, rows)
+    slots = s.stats.shape[3]
+    chunks = slots - s.near
+    _gather_kernel[(B * KV, scores * chunks + tiles + tilt * -(-DV // 16))](
+        q, *sink, *ring, table, staged_k, staged_v, chosen, covariance, along, part, parts, pos, scale, n_sink, ring[0].shape[2], recent, K, D, DV, staged_k.shape[2], tiles,
+        *pointers, s.scores, s.stats, rows.begin, s.positions, *strides, B * H, slots, chunks,
+        BLOCK_G=power(G), BLOCK_D=power(D), BLOCK_DV=power(DV), TILE=tile, SINK_TILES=counts[0], RING_TILES=counts[1],
+        WIDTH=table.shape[1] if table is not None else 0, STAGED=table is None, TILT=tilt, ALIGN=_alignment(*ring), SAMPLE=scores, **shape, num_warps=GATHER_TILE[1], **launch,
     )  # fmt: skip
     out = torch.empty(B, H, 1, DV, dtype=q.dtype, device=q.device)
-    slots, width = s.stats.shape[3], min(32, power(DV))
-    chunks = slots - s.near
+    width = min(32, power(DV))
     _join_tail_kernel[(B * H, -(-DV // width))](
-        part, parts, s.scores, s.stats, chosen, vsum, along, out, pos, scale, begin, n_sink, recent, K, s.positions, tiles, chunks, slots, B * H, DV,
-        G=G, BLOCK_DV=width, KP=power(K), EACH=_each(bits), TILES=power(tiles), CHUNK=CHUNK, CHUNKS=power(chunks), FEWEST=FEWEST, TAIL=tail, TILT=tilt, num_warps=4, **launch,
+        part, parts, s.scores, s.stats, chosen, vsum, along, out, pos, scale, rows.begin, n_sink, recent, K, s.positions, tiles, chunks, slots, B * H, DV,
+        G=G, BLOCK_DV=width, KP=power(K), EACH=_each(rows.bits), TILES=power(tiles), CHUNK=CHUNK, CHUNKS=power(chunks), FEWEST=FEWEST, TAIL=tail, TILT=tilt, num_warps=4, **launch,
     )  # fmt: skip
     return out
 

@@ -388,12 +388,10 @@ class SparseLayer:
         sample = self._scratch(q).attends
         if not self.ahead:
             self.choose_tokens(q, rows, pos, scale)
-        elif self.tail:
-            kernels.estimate(q, rows, pos, scale, self.sink_size, self.recent, sample)
         table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size), rows, pos)
         self.prefetcher.done_with_rows(self.turn)
         ring = (self.ring.k, self.ring.v)
-        o = kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, rows.begin, rows.bits, sample, self.vsum, self.slope)
+        o = kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, rows, sample, self.vsum, self.slope, scores=self.ahead and self.tail)
         self._foreseen = None
         return o
 
