@@ -202,6 +202,20 @@ def _input(h_ptr, norm_ptr, scale, k, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
+def _first(h_ptr, norm_ptr, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr):
+    """Wait for the kernel before, and take its result as input: `_input` of the first chunk and, where NORM, the norm's scale.
+
+    The loops over a matrix do this in their first turn, because tiles of later turns are under way by then: what a loop will read, it asks for
+    before it begins, and so a matrix is on its way to shared memory while the kernel before drains and its result is normed.
+    """
+    _wait(PDL)
+    scale = 1.0
+    if NORM:
+        scale = _inverse_rms(h_ptr, eps, K, BLOCK_K)
+    return _input(h_ptr, norm_ptr, scale, tl.arange(0, BLOCK_K), K, NORM), scale
+
+
+@triton.jit
 def _products(w_ptr, rows, N, x, h_ptr, norm_ptr, scale, K: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, NORM: tl.constexpr):
     """float32 `[R]`: rows of the matrix times the input, which is `x` where a whole row is one chunk."""
     k = tl.arange(0, BLOCK_K)
@@ -247,10 +261,10 @@ def _norm_linear_kernel(
     start = first * ROWS
     stop = tl.minimum(start + ROWS, N)
     _ask(w_ptr + start.to(tl.int64) * K, (stop - start) * K, AHEAD)
-    _wait(PDL)
-    scale = _inverse_rms(h_ptr, eps, K, BLOCK_K)
-    x = _input(h_ptr, norm_ptr, scale, tl.arange(0, BLOCK_K), K, True)
+    x, scale = tl.zeros([BLOCK_K], tl.float32), 0.0
     for row in tl.range(start, stop, R, num_stages=STAGES):
+        if row == start:
+            x, scale = _first(h_ptr, norm_ptr, eps, K, BLOCK_K, True, PDL)
         rows = row + tl.arange(0, R)
         y = _products(w_ptr, rows, stop, x, h_ptr, norm_ptr, scale, K, BLOCK_K, R, True)
         if BIAS:
@@ -324,11 +338,11 @@ def _norm_gated_kernel(
     stop = tl.minimum(start + ROWS, N)
     _ask(gate_ptr + start.to(tl.int64) * K, (stop - start) * K, AHEAD)
     _ask(up_ptr + start.to(tl.int64) * K, (stop - start) * K, AHEAD)
-    _wait(PDL)
     dtype = out_ptr.dtype.element_ty
-    scale = _inverse_rms(h_ptr, eps, K, BLOCK_K)
-    x = _input(h_ptr, norm_ptr, scale, tl.arange(0, BLOCK_K), K, True)
+    x, scale = tl.zeros([BLOCK_K], tl.float32), 0.0
     for row in tl.range(start, stop, R, num_stages=STAGES):
+        if row == start:
+            x, scale = _first(h_ptr, norm_ptr, eps, K, BLOCK_K, True, PDL)
         rows = row + tl.arange(0, R)
         gate = _products(gate_ptr, rows, stop, x, h_ptr, norm_ptr, scale, K, BLOCK_K, R, True)
         up = _products(up_ptr, rows, stop, x, h_ptr, norm_ptr, scale, K, BLOCK_K, R, True)
@@ -380,11 +394,13 @@ def _linear_add_kernel(
     start = tl.program_id(0) * ROWS
     stop = tl.minimum(start + ROWS, N)
     _ask(w_ptr + start.to(tl.int64) * K, (stop - start) * K, AHEAD)
-    _wait(PDL)
-    x = _input(x_ptr, x_ptr, 1.0, tl.arange(0, BLOCK_K), K, False)
+    x, h = tl.zeros([BLOCK_K], tl.float32), tl.zeros([R], tl.float32)
     for row in tl.range(start, stop, R, num_stages=STAGES):
+        if row == start:
+            x, _ = _first(x_ptr, x_ptr, 1.0, K, BLOCK_K, False, PDL)
         rows = row + tl.arange(0, R)
-        h = tl.load(h_ptr + rows, mask=rows < stop, other=0.0).to(tl.float32)  # ahead of the sum, to arrive with the matrix
+        if row < stop:  # always: nothing in a branch is asked for in advance, when h is not yet there
+            h = tl.load(h_ptr + rows, mask=rows < stop, other=0.0).to(tl.float32)
         y = _products(w_ptr, rows, stop, x, x_ptr, x_ptr, 1.0, K, BLOCK_K, R, False)
         if BIAS:
             y += tl.load(b_ptr + rows, mask=rows < stop, other=0.0).to(tl.float32)
@@ -1477,7 +1493,7 @@ def fetch_tokens(table: Tensor, chosen: Tensor, k: Tensor, v: Tensor) -> None:
     """
     (B, KV, K), D, DV, (tile, warps), power = chosen.shape, k.shape[3], v.shape[3], GATHER_TILE, triton.next_power_of_2
     # Not all at once: what else the GPU reads meanwhile would wait behind them.
-    programs = min(max(K // tile // 4, 4), 16, -(-K // tile))
+    programs = min(max(K // tile // 8, 2), 8, -(-K // tile))
     _fetch_tokens_kernel[(B * KV, programs)](
         table, chosen, k, v, K, k.shape[2], D, DV, TILE=tile, WIDTH=table.shape[1], BLOCK_D=power(D), BLOCK_DV=power(DV), ALIGN=_alignment(k, v), num_warps=warps, **_launch(k.device),
     )  # fmt: skip
