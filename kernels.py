@@ -6,6 +6,7 @@ pause. What stands between the matrices (norms, residual sums, SiLU, rotation, t
 launches, 2 to 4 us each even in a CUDA graph; here it is part of the kernel that needs it:
 
     norm_linear        q, k and v (and the next layer's predicted query) of the normed hidden state, one launch
+    norm_rotate        the next layer's predicted query, where it is predicted from another hidden state, rotated
     rotate_append      rotation of q and k, and the token's row of the cache
     linear_add_        projection and residual sum
     norm_gated         norm, gate, up and SiLU
@@ -139,7 +140,7 @@ class Tile(NamedTuple):
 TILES = {  # by kernel; measured on an H200 at the shapes of Llama-3.1-8B
     "norm_linear": Tile(8, 16384, 1, 8, 3, 512),
     "norm_gated": Tile(4, 16384, 1, 8, 3, 512),
-    "linear_add_": Tile(2, 16384, 2, 8, 4, 256),
+    "linear_add_": Tile(4, 16384, 2, 8, 3, 256),
     "linear_add_ wide": Tile(2, 16384, 1, 16, 3, 512),  # more than 8,192 columns
     "head": Tile(8, 16384, 1, 8, 3, 256),  # norm_linear with one large matrix
 }
@@ -170,6 +171,14 @@ def _wait(PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _wait_first(PDL: tl.constexpr):
+    """`_wait` where the next kernel, before it waits itself, reads what the kernel before this one has written."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -326,6 +335,67 @@ def _norm_linear(h, norm_weight, eps, weights, biases=None, ahead=None):
     return out
 
 
+@triton.jit
+def _norm_rotate_kernel(
+    h_ptr, norm_ptr, eps, out_ptr, w_ptr, b_ptr, cos_ptr, sin_ptr, N, BIAS: tl.constexpr, HALF: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """N pairs of rows, HALF a head: a row of its first half with the one that it is rotated with."""
+    start = tl.program_id(0) * ROWS
+    stop = tl.minimum(start + ROWS, N)
+    begin = (start + start // HALF * HALF).to(tl.int64) * K
+    _ask(w_ptr + begin, (stop - start) * K, AHEAD)
+    _ask(w_ptr + begin + HALF * K, (stop - start) * K, AHEAD)
+    dtype = out_ptr.dtype.element_ty
+    x, scale = tl.zeros([BLOCK_K], tl.float32), 0.0
+    for pair in tl.range(start, stop, R, num_stages=STAGES):
+        if pair == start:
+            x, scale = _first(h_ptr, norm_ptr, eps, K, BLOCK_K, True, PDL)
+        pairs = pair + tl.arange(0, R)
+        rows, i, real = pairs + pairs // HALF * HALF, pairs % HALF, pairs < stop
+        last = stop + (stop - 1) // HALF * HALF
+        y1 = _products(w_ptr, rows, last, x, h_ptr, norm_ptr, scale, K, BLOCK_K, R, True)
+        y2 = _products(w_ptr + HALF * K, rows, last, x, h_ptr, norm_ptr, scale, K, BLOCK_K, R, True)
+        if pair < stop:  # always: nothing in a branch is asked for in advance
+            if BIAS:
+                y1 += tl.load(b_ptr + rows, mask=real, other=0.0).to(tl.float32)
+                y2 += tl.load(b_ptr + HALF + rows, mask=real, other=0.0).to(tl.float32)
+            # Rounded as the projection and `rotate` are.
+            y1, y2 = y1.to(dtype).to(tl.float32), y2.to(dtype).to(tl.float32)
+            cos1, cos2 = tl.load(cos_ptr + i, mask=real).to(tl.float32), tl.load(cos_ptr + HALF + i, mask=real).to(tl.float32)
+            sin1, sin2 = tl.load(sin_ptr + i, mask=real).to(tl.float32), tl.load(sin_ptr + HALF + i, mask=real).to(tl.float32)
+            tl.store(out_ptr + rows, ((y1 * cos1).to(dtype).to(tl.float32) + (-y2 * sin1).to(dtype).to(tl.float32)).to(dtype), mask=real)
+            tl.store(out_ptr + HALF + rows, ((y2 * cos2).to(dtype).to(tl.float32) + (y1 * sin2).to(dtype).to(tl.float32)).to(dtype), mask=real)
+
+
+def norm_rotate(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """RMSNorm, projection and rotation of one token: the next layer's predicted query.
+
+    Args:
+        h: `[B, 1, hidden]`; norm_weight: `[hidden]`; weight: `[H * D, hidden]`; bias: `[H * D]` or None; cos, sin: `[1, D]`.
+
+    Returns:
+        `[B, H, 1, D]`.
+
+    Raises:
+        RuntimeError: shapes that do not fit.
+    """
+    D, (N, K) = cos.shape[1], weight.shape
+    if D % 2 or not _rows_whole(cos, sin) or not _fits(h, norm_weight, weight, bias):
+        return _norm_rotate(h, norm_weight, eps, weight, bias, cos, sin)
+    if h.shape[-1] != K or norm_weight.shape != (K,) or N % D:
+        raise RuntimeError(f"h has {h.shape[-1]} columns, the weight is {list(weight.shape)}, the norm {list(norm_weight.shape)} and a head {D}")
+    each, options = _cut(TILES["norm_gated"], K, [N // 2], h.device, h.element_size(), 2)
+    out = h.new_empty(1, N // D, 1, D)
+    _norm_rotate_kernel[(-(-N // 2 // each),)](h, norm_weight, eps, out, weight, weight if bias is None else bias, cos, sin, N // 2, BIAS=bias is not None, HALF=D // 2, **options)
+    return out
+
+
+def _norm_rotate(h, norm_weight, eps, weight, bias, cos, sin):
+    q = F.linear(F.rms_norm(h, norm_weight.shape, norm_weight, eps), weight, bias)
+    return rotate(q.unflatten(-1, (-1, cos.shape[1])).transpose(1, 2), cos, sin)
+
+
 # ------------------------------------------------------------------------------------------------------------------ MLP
 
 
@@ -399,7 +469,7 @@ def _linear_add_kernel(
         if row == start:
             x, _ = _first(x_ptr, x_ptr, 1.0, K, BLOCK_K, False, PDL)
         rows = row + tl.arange(0, R)
-        if row < stop:  # always: nothing in a branch is asked for in advance, when h is not yet there
+        if row < stop:  # always: nothing in a branch is asked for in advance, and h is not there yet
             h = tl.load(h_ptr + rows, mask=rows < stop, other=0.0).to(tl.float32)
         y = _products(w_ptr, rows, stop, x, x_ptr, x_ptr, 1.0, K, BLOCK_K, R, False)
         if BIAS:
@@ -820,7 +890,7 @@ def fetch_rows(table: Tensor, rows: Rows, missing: Tensor | None, channels: int,
 
 
 GATHER_TILE = (8, 4)  # tokens and warps a program of `gather_attention`, and of `fetch_tokens`
-SELECT_TILE = 2048  # most numbers that the selection looks at together, eight a thread
+SELECT_EACH = 512  # numbers a warp of the selection
 CHUNK = 1024  # positions a program scores
 FEWEST = 8  # blocks of a sample, if there are so many
 
@@ -1166,7 +1236,7 @@ def _estimate_kernel(
 ):  # fmt: skip
     """A chunk of a sample; sink and window behind the last one."""
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _wait(PDL)
+    _wait_first(PDL)
     stat = heads.to(tl.int64) * slots  # from one kind to the next
     if chunk >= slots - near:
         _near(q, sink_k, ring_k, stats, stat, slots, chunk, chunk - slots + near, pos, scale, sink, ring, _edge(pos, recent), head, D, G, GN, BLOCK_D, SINK_TILES, NEWEST, NATIVE)
@@ -1182,12 +1252,15 @@ def _weigh_kernel(
 ):  # fmt: skip
     """How much each candidate of a chunk matters: its share of the sum of all exponentials, which the sample's stand for."""
     chunk, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _wait(PDL)
+    if AUTHORS:
+        _wait(PDL)
     channel, row = _critical(index, slot, head, 0, C, STEP)
     edge = _edge(pos, recent)
     low, high = sink - begin, edge - begin
     peaks += head * (N // PEAK) + chunk * (CHUNK // PEAK) + tl.arange(0, CHUNK // PEAK)
     if chunk * CHUNK >= high:
+        if not AUTHORS:
+            _wait(PDL)
         tl.store(peaks, tl.full([CHUNK // PEAK], NOTHING, tl.int32))
         return
     ROUNDS: tl.constexpr = EACH // PER
@@ -1197,13 +1270,13 @@ def _weigh_kernel(
     word, block = chunk * (CHUNK // EACH) + m, chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
     column = tl.where(g < G, scale * LOG2E, 0.0)
     total = column
-    if not AUTHORS:  # asked for with the operands
+    words, step, zero, x = _operands(q, codes, ranges, channel, row, head, 0, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
+    if not AUTHORS:
+        _wait(PDL)  # no sooner: but for these sums, all that is read here was there before the kernel before began
         stat = heads.to(tl.int64) * slots
         highs, sums = _sums(stats, stat, head * G + g, g < G, slots, slots - near, SLOTS)
         if NEAR_SLOTS > 0:
             near_highs, near_sums = _sums(stats + slots - near, stat, head * G + g, g < G, slots, near, NEAR_SLOTS)
-    words, step, zero, x = _operands(q, codes, ranges, channel, row, head, 0, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
-    if not AUTHORS:
         _, first, last = _sampled(edge, begin, sink, FEWEST)
         own = _total(highs, sums) + tl.log2((edge - sink).to(tl.float32) / (last - first).to(tl.float32))
         total = own
@@ -1234,50 +1307,30 @@ def _weigh_kernel(
 
 
 @triton.jit
-def _numbers(source, under, t, size, TILE: tl.constexpr, PEAK: tl.constexpr):
-    """Tile `t` of the numbers to choose from, int32 `[TILE / 8, 8]`, and their places in `source`: its first `size` ones, or, with PEAK, those under the peaks `under`, -1: none."""
-    at = t * TILE + tl.arange(0, TILE // 8) * 8
-    if PEAK:
-        peak = tl.load(under + at // PEAK)
-        at, real = peak * PEAK + at % PEAK, peak >= 0
-    else:
-        real = at < size
-    n = at[:, None] + tl.arange(0, 8)[None, :]
-    return tl.load(source + n, mask=real[:, None], other=NOTHING), n
+def _keep(x, n, into, count, limit, low, first, second, PACK: tl.constexpr):
+    """Write to `into`, ascending, the n where x is among the `count` largest, ties to the first, or up to `limit` of them; never of `NOTHING`.
 
+    Looks for a threshold that at least `count` numbers reach, and at most `limit` unless some are equal: above a `low` that `count` reach, if so many
+    there are, first at `first` and `second`, from then on at thirds of what is left. The two counts go into one sum, since sums over all threads are what costs.
 
-@triton.jit
-def _keep(source, under, size, into, base, count, limit, low, first, second, TILE: tl.constexpr, ALL: tl.constexpr, PEAK: tl.constexpr):
-    """Write to `into`, ascending, `base` plus the places of the `count` largest numbers (see `_numbers`), ties to the first, or of up to `limit` of them; never of `NOTHING`.
-
-    Looks for a threshold that at least `count` numbers reach, and at most `limit` unless some are equal; from a `low` that `count` reach, if so
-    many there are. It tries `first` and `second` above it; from then on, thirds of what is left. Numbers are read again each time: a program that held them in
-    registers would leave no room beside it for the matrices of the layer before. The two counts go into one sum, since sums over all threads are what costs.
+    Args:
+        x, n: int32 `[rows, 8]`, n ascending row by row. PACK: bits for a count.
 
     Returns:
         The threshold.
     """
-    kind: tl.constexpr = tl.int32 if ALL < 2**15 else tl.int64
-    half: tl.constexpr = 16 if ALL < 2**15 else 32
-    one, other = tl.full([], 1, kind), tl.full([], 2**half, kind)
+    one = tl.full([], 1, tl.int64 if PACK > 16 else tl.int32)
     high = tl.full([], 0x7F800001, tl.int32)  # more than the image of infinity
     over = tl.full([], 0, tl.int32)  # numbers that reach `high`
     reached = tl.full([], 2**30, tl.int32)
     while (reached > limit) & (high != low + 1):
-        both = tl.zeros([TILE // 8, 8], kind)
-        for t in range(ALL // TILE):
-            x, _ = _numbers(source, under, t, size, TILE, PEAK)
-            both += tl.where(x >= first, one, 0) + tl.where(x >= second, other, 0)
-        both = tl.sum(both)
-        a, b = (both & (other - 1)).to(tl.int32), (both >> half).to(tl.int32)
+        both = tl.sum(tl.where(x >= first, one, 0) + tl.where(x >= second, one << PACK, 0))
+        a, b = (both & ((one << PACK) - 1)).to(tl.int32), (both >> PACK).to(tl.int32)
         if b >= count:
-            low = second
-            reached = b
+            low, reached = second, b
         elif a >= count:
-            low = first
             over = tl.where(second < high, b, over)
-            high = tl.minimum(second, high)
-            reached = a
+            low, reached, high = first, a, tl.minimum(second, high)
         else:
             over = tl.where(first < high, a, over)
             high = tl.minimum(first, high)
@@ -1285,42 +1338,44 @@ def _keep(source, under, size, into, base, count, limit, low, first, second, TIL
         first = low + step
         second = first + step
     # Those above the threshold, then the first of those that equal it, in one scan that counts both.
+    above, level = x > low, (x == low) & (x > NOTHING)
+    both = tl.where(above, one, 0) + tl.where(level, one << PACK, 0)
+    rows = tl.sum(both, 1)
+    both = tl.cumsum(both, 1) + (tl.cumsum(rows, 0) - rows)[:, None]
     need = tl.where(high == low + 1, limit - over, limit)
-    before = tl.full([], 0, kind)
-    for t in range(ALL // TILE):
-        x, n = _numbers(source, under, t, size, TILE, PEAK)
-        above, level = x > low, (x == low) & (x > NOTHING)
-        both = tl.where(above, one, 0) + tl.where(level, other, 0)
-        rows = tl.sum(both, 1)
-        both = tl.cumsum(both, 1) + (before + tl.cumsum(rows, 0) - rows)[:, None]
-        place = ((both & (other - 1)) + tl.minimum(both >> half, need) - 1).to(tl.int32)
-        tl.store(into + place, base + n, mask=above | (level & (both >> half <= need)))
-        before += tl.sum(rows)
+    place = ((both & ((one << PACK) - 1)) + tl.minimum(both >> PACK, need) - 1).to(tl.int32)
+    tl.store(into + place, n, mask=above | (level & (both >> PACK <= need)))
     return low
 
 
 @triton.jit
 def _select_kernel(
     importance, peaks, blocks, chosen, guess, mass, pos, begin, sink, recent, left, least, K, N,
-    PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, TILE: tl.constexpr, ENOUGH: tl.constexpr, FEWEST: tl.constexpr, PDL: tl.constexpr,
+    PEAK: tl.constexpr, PEAKS: tl.constexpr, KP: tl.constexpr, ENOUGH: tl.constexpr, FEWEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, KP)
+    c = tl.arange(0, 8)
+    i = tl.arange(0, PEAKS // 8) * 8
+    j = tl.arange(0, KP * PEAK // 8) * 8
     importance += head * N
     peaks = tl.multiple_of(peaks + head * (N // PEAK), 16)
     blocks += head * KP
     chosen += head * K
     _wait(PDL)
+    near = tl.maximum(tl.load(guess + head), 2**21)
+    x = tl.load(peaks + i[:, None] + c[None, :], mask=(i < N // PEAK)[:, None], other=NOTHING)
     tl.store(blocks + k, -1)
     tl.store(chosen + k, -1, mask=k < K)
     tl.debug_barrier()
     # The K best positions lie under the K best peaks, since each of those stands for one position as good.
     # Where the threshold is looked for first, a tenth around the last step's, decides how long it takes, not what is found.
-    near = tl.maximum(tl.load(guess + head), 2**21)
-    low = _keep(peaks, peaks, N // PEAK, blocks, 0, K, KP, tl.full([], NOTHING, tl.int32), near - 2**20, near + 2**20, TILE if TILE < PEAKS else PEAKS, PEAKS, 0)
+    low = _keep(x, i[:, None] + c[None, :], blocks, K, KP, tl.full([], NOTHING, tl.int32), near - 2**20, near + 2**20, 16 if PEAKS < 2**15 else 32)
     tl.debug_barrier()
-    near = tl.minimum(low, 0x7F800000 - 2**21)
-    low = _keep(importance, blocks, 0, chosen, begin, K, K, low, near + 2**18, near + 2**21, TILE if TILE < KP * PEAK else KP * PEAK, KP * PEAK, PEAK)
+    block = tl.load(blocks + j // PEAK)
+    n = (block * PEAK + j % PEAK)[:, None] + c[None, :]
+    y = tl.load(importance + n, mask=(block >= 0)[:, None], other=NOTHING)
+    low = _keep(y, begin + n, chosen, K, K, low, low, tl.minimum(low, 0x7F800000 - 2**20) + 2**20, 16 if KP * PEAK < 2**15 else 32)
     tl.store(guess + head, low)
     if ENOUGH:
         tl.debug_barrier()
@@ -1427,10 +1482,10 @@ def select(scratch: Scratch, begin: int, chosen: Tensor, guess: Tensor, pos: Ten
     """
     s, launch = scratch, _launch(chosen.device)
     N, K, KP, peaks = s.positions, chosen.shape[2], s.blocks.shape[2], triton.next_power_of_2(s.positions // s.peak)
-    tile = min(max(max(peaks, KP * s.peak) // 4, 256), SELECT_TILE)
+    warps = min(max(max(peaks, KP * s.peak) // SELECT_EACH, 1), 16)
     _select_kernel[(guess.numel(),)](
         s.importance, s.peaks, s.blocks, chosen, guess, s.mass, pos, begin, sink, recent, float(left), least, K, N,
-        PEAK=s.peak, PEAKS=peaks, KP=KP, TILE=tile, ENOUGH=left > 0, FEWEST=FEWEST, num_warps=tile // 256, **launch,
+        PEAK=s.peak, PEAKS=peaks, KP=KP, ENOUGH=left > 0, FEWEST=FEWEST, num_warps=warps, **launch,
     )  # fmt: skip
 
 
@@ -1493,7 +1548,7 @@ def fetch_tokens(table: Tensor, chosen: Tensor, k: Tensor, v: Tensor) -> None:
     """
     (B, KV, K), D, DV, (tile, warps), power = chosen.shape, k.shape[3], v.shape[3], GATHER_TILE, triton.next_power_of_2
     # Not all at once: what else the GPU reads meanwhile would wait behind them.
-    programs = min(max(K // tile // 8, 2), 8, -(-K // tile))
+    programs = min(max(K // tile // 8, 2), 4, -(-K // tile))
     _fetch_tokens_kernel[(B * KV, programs)](
         table, chosen, k, v, K, k.shape[2], D, DV, TILE=tile, WIDTH=table.shape[1], BLOCK_D=power(D), BLOCK_DV=power(DV), ALIGN=_alignment(k, v), num_warps=warps, **_launch(k.device),
     )  # fmt: skip
@@ -1508,7 +1563,7 @@ def _gather_kernel(
     FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _wait(PDL)
+    _wait_first(PDL)
     # A few programs more, which need nothing of the others: the sample for the tail, first since they take longest, and last where the tail's value leans, 16 channels each.
     if SAMPLE:
         if tile < chunks:
@@ -1566,14 +1621,22 @@ def _join_tail_kernel(
     G: tl.constexpr, BLOCK_DV: tl.constexpr, KP: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FEWEST: tl.constexpr, TAIL: tl.constexpr, TILT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # of B * H
-    _wait(PDL)
-    # All that is needed is asked for at once.
     i = tl.arange(0, TILES)
     there = i < tiles
     dv = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    if TAIL:  # what was there before the attention began
+        k = tl.arange(0, KP)
+        p = tl.load(chosen + row // G * K + k, mask=k < K, other=-1).to(tl.int64)
+        value = tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0)
+        edge = _edge(pos, recent)
+        # Sums are over the sample, which stands for all.
+        stride, first, last = _sampled(edge, begin, sink, FEWEST)
+        n = p - begin
+        looked_at = (p >= 0) & (n // 64 % stride == stride // 2)
+        place = _place(n // 64 // stride * 64 + n % 64, EACH, CHUNK)
+    _wait(PDL)
     lse = tl.load(parts + row * tiles + i, mask=there, other=float("-inf"))
     values = tl.load(part + (row * tiles + i)[:, None] * DV + dv[None, :], mask=there[:, None] & (dv < DV)[None, :], other=0.0)
-    high = tl.max(lse, 0)
     if TAIL:
         c = tl.arange(0, CHUNKS)
         real = c < chunks
@@ -1581,25 +1644,19 @@ def _join_tail_kernel(
         stat = heads.to(tl.int64) * slots
         highs = tl.load(stats, mask=real, other=float("-inf"))
         mass = tl.load(stats + stat, mask=real, other=0.0)
-        k = tl.arange(0, KP)
-        p = tl.load(chosen + row // G * K + k, mask=k < K, other=-1).to(tl.int64)
-        value = tl.load(vsum + row // G * DV + dv, mask=dv < DV, other=0.0)
-        edge = _edge(pos, recent)
+        hats = tl.load(scores + row * N + place, mask=looked_at, other=float("-inf"))
         if TILT:
             weighted = tl.load(stats + 2 * stat, mask=real, other=0.0)
             means = tl.load(stats + 3 * stat, mask=real, other=0.0)
             squares = tl.load(stats + 4 * stat, mask=real, other=0.0)
             shift = tl.load(along + row * DV + dv, mask=dv < DV, other=0.0)
+    high = tl.max(lse, 0)
+    if TAIL:
         high = tl.maximum(high, tl.max(highs, 0))
     weight = tl.exp2(lse - high)
     o = tl.sum(weight[:, None] * values, 0)
     total = tl.sum(weight, 0)
     if TAIL:
-        # Sums are over the sample, which stands for all.
-        stride, first, last = _sampled(edge, begin, sink, FEWEST)
-        n = p - begin
-        looked_at = (p >= 0) & (n // 64 % stride == stride // 2)
-        hats = tl.load(scores + row * N + _place(n // 64 // stride * 64 + n % 64, EACH, CHUNK), mask=looked_at, other=float("-inf"))
         count, seen = tl.maximum(edge - sink, 1).to(tl.float32), tl.maximum(last - first, 1).to(tl.float32)
         mass *= tl.exp2(highs - high)
         fetched = tl.exp2(hats - high)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kernels import linear_add_, norm_gated, norm_linear, rotate, rotate_query, usable
+from kernels import linear_add_, norm_gated, norm_linear, norm_rotate, rotate, rotate_query, usable
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # Yi, TinyLlama and SmolLM2 say "llama" in their config files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -352,8 +352,11 @@ class DecoderLayer(nn.Module):
         linear_add_(h, o.transpose(1, 2).flatten(2), a.o_proj.weight, a.o_proj.bias)
         if middle is not None:
             weight, *projection = middle
-            guess = norm_linear(h, weight, norm.eps, projection[:1], projection[1:])
-            cache.foresee(layer + 1, rotate_query(following.self_attn.query_heads(*guess), cos, sin))
+            if type(following.self_attn.q_norm) is nn.Identity:
+                guess = norm_rotate(h, weight, norm.eps, *projection, cos, sin)
+            else:
+                guess = rotate_query(following.self_attn.query_heads(*norm_linear(h, weight, norm.eps, projection[:1], projection[1:])), cos, sin)
+            cache.foresee(layer + 1, guess)
         norm, mlp = self.post_attention_layernorm, self.mlp
         x = norm_gated(h, norm.weight, norm.eps, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.gate_proj.bias, mlp.up_proj.bias)
         linear_add_(h, x, mlp.down_proj.weight, mlp.down_proj.bias)

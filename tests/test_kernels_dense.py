@@ -73,6 +73,19 @@ def test_norm_linear(monkeypatch, dtype, tile, hidden, sizes, bias, ahead):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", CUTS)
+@pytest.mark.parametrize("hidden, H, D, bias", [(48, 2, 8, False), (33, 3, 10, True), (16, 1, 2, False)])
+def test_norm_rotate(monkeypatch, dtype, tile, hidden, H, D, bias):
+    """A row rotated with another's partner: where a program's share of the rows ends inside a head, or a tile reaches into the next one."""
+    cut(monkeypatch, *tile)
+    h, norm, weight = random(1, 1, hidden, dtype=dtype, gain=3), random(hidden, dtype=dtype, seed=1), random(H * D, hidden, dtype=dtype, seed=2)
+    b, cos, sin = random(H * D, dtype=dtype, seed=3) if bias else None, random(1, D, dtype=dtype, seed=4), random(1, D, dtype=dtype, seed=5)
+    got, plain = (f(h, norm, 0.02, weight, b, cos, sin) for f in (kernels.norm_rotate, kernels._norm_rotate))
+    q = F.linear(normed(h, norm, 0.02), weight.double(), None if b is None else b.double())
+    close(got, plain, kernels.rotate(q.view(1, 1, H, D).transpose(1, 2), cos.double(), sin.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", CUTS)
 @pytest.mark.parametrize("hidden, intermediate, bias", [(48, 12, False), (33, 9, True)])
 def test_norm_gated(monkeypatch, dtype, tile, hidden, intermediate, bias):
     cut(monkeypatch, *tile)
