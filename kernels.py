@@ -1029,20 +1029,26 @@ def _halves(pair, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _operands(q, codes, ranges, channel, row, head, start, word, block, g, code_head, code_row, range_head, range_row, D, C, G: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
-    """Of some channels from the `start`-th on, each row's words, `[words, STEP]`, with step and zero of their `block [blocks]`, and the queries `[STEP, columns]`.
-
-    In this order: the compiler puts the exchange of words between threads right behind their load, and what is loaded after them waits for them.
-    """
-    STEP: tl.constexpr = channel.shape[0]
-    WORDS: tl.constexpr = 64 // EACH  # of a block
-    BLOCKS: tl.constexpr = block.shape[0]
-    real = start + tl.arange(0, STEP) < C
+def _queries(q, channel, head, start, g, D, C, G: tl.constexpr, BITS: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr):
+    """Of some channels from the `start`-th on, the queries, `[STEP, columns]`."""
+    real = start + tl.arange(0, channel.shape[0]) < C
     x = tl.load(q + (head * G + g)[None, :] * D + channel[:, None], mask=(g < G)[None, :] & real[:, None], other=0.0)
     if EXACT or not NATIVE:
         x = x.to(tl.float32)
     elif BITS < 16:
         x = x.to(tl.float16)
+    return x
+
+
+@triton.jit
+def _keys(codes, ranges, row, head, word, block, code_head, code_row, range_head, range_row, BITS: tl.constexpr, EACH: tl.constexpr, NATIVE: tl.constexpr):
+    """Words of some rows, `[words, STEP]`, with step and zero of their `block [blocks]`.
+
+    The compiler puts the exchange of words between threads right behind their load, and what is loaded after them waits for them: so they come last.
+    """
+    STEP: tl.constexpr = row.shape[0]
+    WORDS: tl.constexpr = 64 // EACH  # of a block
+    BLOCKS: tl.constexpr = block.shape[0]
     if BITS < 16:
         pair = tl.load(ranges + head * range_head + row[None, :] * range_row + block[:, None])
     # Loads have no mask along the positions, which would make them two bytes at a time: rows are readable to the end of the chunk, and
@@ -1052,7 +1058,7 @@ def _operands(q, codes, ranges, channel, row, head, start, word, block, g, code_
     if BITS < 16:
         pair = tl.reshape(tl.broadcast_to(pair[:, None, :], [BLOCKS, WORDS, STEP]), [BLOCKS * WORDS, STEP])
         step, zero = _halves(pair, NATIVE)
-    return words, step, zero, x
+    return words, step, zero
 
 
 @triton.jit
@@ -1079,7 +1085,8 @@ def _approximate(q, index, slot, codes, ranges, words, step, zero, x, head, word
     for start in tl.static_range(0, C, STEP):
         if start > 0:
             channel, row = _critical(index, slot, head, start, C, STEP)
-            words, step, zero, x = _operands(q, codes, ranges, channel, row, head, start, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
+            x = _queries(q, channel, head, start, g, D, C, G, BITS, EXACT, NATIVE)
+            words, step, zero = _keys(codes, ranges, row, head, word, block, code_head, code_row, range_head, range_row, BITS, EACH, NATIVE)
         a0 = _some_scores(a0, words, step, zero, x, offset, 0, PER, BITS, EXACT, NATIVE)
         if ROUNDS > 1:
             a1 = _some_scores(a1, words, step, zero, x, offset, PER, PER, BITS, EXACT, NATIVE)
@@ -1184,7 +1191,8 @@ def _sample(
         m = tl.arange(0, M)
         block = _looked_at(chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64), stride, edge - begin)
         word = _looked_at(chunk * (CHUNK // 64) + m // (64 // EACH), stride, edge - begin) * (64 // EACH) + m % (64 // EACH)
-        words, step, zero, x = _operands(q, codes, ranges, channel, row, head, 0, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
+        x = _queries(q, channel, head, 0, g, D, C, G, BITS, EXACT, NATIVE)
+        words, step, zero = _keys(codes, ranges, row, head, word, block, code_head, code_row, range_head, range_row, BITS, EACH, NATIVE)
         a0, a1, a2, a3 = _approximate(q, index, slot, codes, ranges, words, step, zero, x, head, word, block, g, offset, code_head, code_row, range_head, range_row, D, C, STEP, G, PER, BITS, EACH, EXACT, NATIVE)
         column = tl.where(g < G, scale * LOG2E, 0.0)
         at = chunk * CHUNK + m * EACH
@@ -1270,7 +1278,8 @@ def _weigh_kernel(
     word, block = chunk * (CHUNK // EACH) + m, chunk * (CHUNK // 64) + tl.arange(0, CHUNK // 64)
     column = tl.where(g < G, scale * LOG2E, 0.0)
     total = column
-    words, step, zero, x = _operands(q, codes, ranges, channel, row, head, 0, word, block, g, code_head, code_row, range_head, range_row, D, C, G, BITS, EACH, EXACT, NATIVE)
+    x = _queries(q, channel, head, 0, g, D, C, G, BITS, EXACT, NATIVE)
+    words, step, zero = _keys(codes, ranges, row, head, word, block, code_head, code_row, range_head, range_row, BITS, EACH, NATIVE)
     if not AUTHORS:
         _wait(PDL)  # no sooner: but for these sums, all that is read here was there before the kernel before began
         stat = heads.to(tl.int64) * slots
@@ -1563,6 +1572,7 @@ def _gather_kernel(
     FEWEST: tl.constexpr, C: tl.constexpr, STEP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PER: tl.constexpr, BITS: tl.constexpr, EACH: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # Also for what comes from the side stream: in a graph the edge that leads from its last kernel to this one is such that both may overlap.
     _wait_first(PDL)
     # A few programs more, which need nothing of the others: the sample for the tail, first since they take longest, and last where the tail's value leans, 16 channels each.
     if SAMPLE:

@@ -88,7 +88,7 @@ def check(layer, q, n, scale=0.1):
     plain = rms(exact(layer, q, n, scale, q.dtype))  # NaN where its scores overflow
     assert rms(got) <= (max(2 * plain, limit) if plain == plain else limit)
     twin = decode(layer, q, n, scale, kernels.quant_decode_plain)
-    assert (got.double() - twin.double()).abs().max() <= 32 * floor
+    assert (got.double() - twin.double()).abs().max() <= (64 if q.dtype == torch.float32 else 32) * floor  # in float32 four times the limit
 
 
 @settings(max_examples=16 if not CUDA else 100, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
