@@ -32,10 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attention import causal_attention
-from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, summarises, usable
+from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
 from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_facts, whole_chunks
 from quant import BITS, QuantLayer
 from retrieval import SparseLayer, statistics
+from sparse_kernels import summarises
 
 FORMAT = "tailorkv-cache-1"  # of saved files; raise the number when their content changes meaning
 

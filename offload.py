@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import kernels
+import sparse_kernels
 from quant import dequantise, pack, quantise, unpack
 
 BLOCK = 64  # tokens move to the host in blocks of this many
@@ -65,13 +66,13 @@ def block_facts(k: Tensor, v: Tensor, bits: int, fast: bool) -> list[Tensor]:
     """
     if not fast:
         return [*encode_channels(k, bits), largest(k.unflatten(-2, (-1, BLOCK))), block_sums(v)]
-    planes = [k.transpose(-1, -2).contiguous()] if bits == 16 else kernels.encode_channels(k, bits)
-    return [*planes, kernels.block_statistics(k, maxima=True)[0], kernels.block_statistics(v, sums=True)[1]]
+    planes = [k.transpose(-1, -2).contiguous()] if bits == 16 else sparse_kernels.encode_channels(k, bits)
+    return [*planes, sparse_kernels.block_statistics(k, maxima=True)[0], sparse_kernels.block_statistics(v, sums=True)[1]]
 
 
 def by_kernels(k: Tensor, v: Tensor) -> bool:
     """Does `HostStore.write` take the kernels? Never in the interpreter, which knows one thread: blocks also come from the prefetcher's."""
-    return k.is_cuda and kernels.summarises(k, v)
+    return k.is_cuda and sparse_kernels.summarises(k, v)
 
 
 def copy_pieces(target: Tensor, source: Tensor) -> None:
@@ -488,7 +489,7 @@ class Prefetcher:
         self.rows: list[list[Tensor]] = []  # two of planes [B, KV, C, blocks * elements]
         self.blocks = 0  # that they hold
         self.tokens: tuple[Tensor, Tensor] | None = None  # fetched K and V [B, KV, K, D]
-        self.scratch: kernels.Scratch | None = None
+        self.scratch: sparse_kernels.Scratch | None = None
         self._index: list[Tensor] = []  # the channels in each row buffer, for the kernels
         self._staging: dict[str, list[Tensor]] = {}
         self._turn = 0  # of the token staging
@@ -603,11 +604,11 @@ class Prefetcher:
 
     # -- for the kernels, which score and attend in place of plain PyTorch
 
-    def scratch_for(self, G: int, near: int, ahead: bool) -> kernels.Scratch:
+    def scratch_for(self, G: int, near: int, ahead: bool) -> sparse_kernels.Scratch:
         """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
         if self.scratch is None:
             B, KV, K = self.tokens[0].shape[:3]
-            self.scratch = kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.device, near, ahead)
+            self.scratch = sparse_kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.device, near, ahead)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
@@ -616,7 +617,7 @@ class Prefetcher:
         entry.choose_channels(q, index, index, index)
         self.prefetch(layer, entry.turn, entry.store, index.long(), entry.begin, stop)
 
-    def brought(self, layer: int, entry, stop: int) -> kernels.Rows | None:
+    def brought(self, layer: int, entry, stop: int) -> sparse_kernels.Rows | None:
         """Rows of positions below `stop` for the current stream; None if `layer` has none under way. Raises what the thread raised."""
         job = self._jobs.pop(layer, None)
         if job is None:
@@ -625,10 +626,10 @@ class Prefetcher:
         self._written[entry.turn % 2].wait()
         planes = self._front(self.rows[entry.turn % 2], min(entry.channels, entry.kmax.shape[2]), stop - entry.begin)
         index, place = first_of(self._index[entry.turn % 2], entry.channels), self._place[:, :, : entry.channels].contiguous()
-        return kernels.Rows(planes, index, place, self.row_bits, entry.begin)
+        return sparse_kernels.Rows(planes, index, place, self.row_bits, entry.begin)
 
-    def tokens_of(self, entry, count: int, rows: kernels.Rows, pos: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """For `kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
+    def tokens_of(self, entry, count: int, rows: sparse_kernels.Rows, pos: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """For `sparse_kernels.gather_attention`: a slab table, or the first `count` of `entry.chosen`'s rows, fetched."""
         if entry.ahead:  # no sooner: this thread would have to wait for the rows
             entry.look(rows, pos)
         self.fetch_tokens(entry.store, entry.chosen[:, :, :count].long())
@@ -671,7 +672,7 @@ class ZeroCopy:
     With `ahead` tokens are chosen and fetched there as well, behind the rows.
 
     GPU bytes, with P the positions of whole chunks of 1,024 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
-    `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `kernels.Scratch`; with
+    `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `sparse_kernels.Scratch`; with
     `ahead` fetched tokens `B * KV * K * (D + Dv) * itemsize`, twice where a query is foreseen before the layer before has attended. Nothing on the host.
     """
 
@@ -686,7 +687,7 @@ class ZeroCopy:
         self._newest = 0  # which of them was taken last
         self.planes: list[list[Tensor]] = []  # of each sparse layer
         self.blocks = 0  # that they hold
-        self.scratch: kernels.Scratch | None = None
+        self.scratch: sparse_kernels.Scratch | None = None
         self.complete = False  # all channels are resident
         self.stale = True  # what is resident does not fit what is stored
         self._brought: set[int] = set()
@@ -745,10 +746,10 @@ class ZeroCopy:
             each = new.shape[3]
             plane[..., at * each : (at + 1) * each] = new
 
-    def scratch_for(self, G: int, near: int, ahead: bool) -> kernels.Scratch:
+    def scratch_for(self, G: int, near: int, ahead: bool) -> sparse_kernels.Scratch:
         """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
         if self.scratch is None:
-            self.scratch = kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.device, near, ahead)
+            self.scratch = sparse_kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.device, near, ahead)
         return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
@@ -768,14 +769,14 @@ class ZeroCopy:
         with torch.cuda.stream(self.stream) if self.cuda else contextlib.nullcontext():
             ready.wait()
             entry.choose_channels(q, index, slot, missing, self._held[turn], self._stamp[turn], pos)
-            rows = kernels.Rows(self.planes[turn], index, slot, self.row_bits, entry.begin)
+            rows = sparse_kernels.Rows(self.planes[turn], index, slot, self.row_bits, entry.begin)
             table = entry.store.table(self.device)
             if not self.complete:
-                kernels.fetch_rows(table, rows, missing if self.resident else None, entry.kmax.shape[2], pos, entry.recent)
+                sparse_kernels.fetch_rows(table, rows, missing if self.resident else None, entry.kmax.shape[2], pos, entry.recent)
             self._written[turn].record()
             if entry.ahead:
                 entry.look(rows, pos)
-                kernels.fetch_tokens(table, entry.chosen, *self.tokens[self._pair[turn]])
+                sparse_kernels.fetch_tokens(table, entry.chosen, *self.tokens[self._pair[turn]])
                 self._fetched[turn].record()
 
     def _tables(self, entry) -> list[Tensor]:
@@ -785,7 +786,7 @@ class ZeroCopy:
             self._slot[entry.turn] = torch.arange(index.shape[2], dtype=torch.int32, device=self.device).expand(index.shape).contiguous()
         return [index, first_of(self._slot[entry.turn], entry.channels), missing]
 
-    def brought(self, layer: int, entry, stop: int) -> kernels.Rows | None:
+    def brought(self, layer: int, entry, stop: int) -> sparse_kernels.Rows | None:
         """The rows for the current stream; None if `layer` has none under way."""
         if layer not in self._brought:
             return None
@@ -793,13 +794,13 @@ class ZeroCopy:
         if not self.complete or entry.ahead:
             self._written[entry.turn].wait()
         index, slot, _ = self._tables(entry)
-        return kernels.Rows(self.planes[entry.turn], index, slot, self.row_bits, entry.begin)
+        return sparse_kernels.Rows(self.planes[entry.turn], index, slot, self.row_bits, entry.begin)
 
     def done_with_rows(self, turn: int) -> None:
         """Nothing to do, see `bring`."""
 
-    def tokens_of(self, entry, count: int, rows: kernels.Rows, pos: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """For `kernels.gather_attention`: the slab table, through which it reads the rows itself; with `ahead`, the rows, once they are there."""
+    def tokens_of(self, entry, count: int, rows: sparse_kernels.Rows, pos: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """For `sparse_kernels.gather_attention`: the slab table, through which it reads the rows itself; with `ahead`, the rows, once they are there."""
         if entry.ahead:
             self._fetched[entry.turn].wait()
             return None, self.tokens[self._pair[entry.turn]]
@@ -827,7 +828,7 @@ class ZeroCopy:
 
 def whole_chunks(blocks: int) -> int:
     """Blocks rounded up, since kernels read rows in whole chunks."""
-    return -(-blocks * BLOCK // kernels.CHUNK) * kernels.CHUNK // BLOCK
+    return -(-blocks * BLOCK // sparse_kernels.CHUNK) * sparse_kernels.CHUNK // BLOCK
 
 
 def first_of(table: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ For a decode step at layer l,
     d. at layer l, `approximate_scores` with the true query on those channels, `select_tokens` takes the K best candidates;
     e. the chosen tokens' full K and V are fetched;
     f. attention is exact over sink + fetched + window;
-    g. not in the paper, and off in its presets: the *tail*. The approximate scores of some blocks (`kernels.stride`), which stand for all
+    g. not in the paper, and off in its presets: the *tail*. The approximate scores of some blocks (`sparse_kernels.stride`), which stand for all
        candidates, also say how much attention was not fetched. That mass goes to the candidates' mean value (the idea of SparQ Attention, 2312.04985)
        instead of being taken for zero.
     h. nor this: with `tilt`, that value follows the query. See `tail_shift`.
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 import kernels
+import sparse_kernels
 from attention import merge_attention, small_attention
 from offload import BLOCK, HostStore, Pinner, Prefetcher, ZeroCopy, block_sums, largest
 from quant import Ring
@@ -118,14 +119,14 @@ def statistics(k: Tensor, v: Tensor, tail: bool, tilt: bool) -> tuple[Tensor, Te
     `tilt` only with `tail`.
     """
     cut, whole, moments = k.shape[2] % BLOCK, None, None
-    if kernels.summarises(k, v):
-        most, ksum = kernels.block_statistics(k, maxima=True, sums=tilt)
+    if sparse_kernels.summarises(k, v):
+        most, ksum = sparse_kernels.block_statistics(k, maxima=True, sums=tilt)
         most = most.amax(2)
         if tail:
-            _, vsum = kernels.block_statistics(v, sums=True)
+            _, vsum = sparse_kernels.block_statistics(v, sums=True)
             whole = vsum[:, :, 1:] if cut else vsum
         if tilt:
-            moments = kernels.moments(k, v, (ksum, vsum))
+            moments = sparse_kernels.moments(k, v, (ksum, vsum))
     else:
         most = largest(k)
         if tail:
@@ -147,8 +148,8 @@ def moments_of(k: Tensor, v: Tensor, blocks: int = 32) -> Tensor:
     millionth: sums of such numbers are exact in float64, so that the order in which blocks come does not show, and taking one out
     leaves what was there before it. At most `blocks` blocks are widened at a time.
     """
-    if kernels.summarises(k, v):
-        return kernels.moments(k, v)
+    if sparse_kernels.summarises(k, v):
+        return sparse_kernels.moments(k, v)
     T, grid = k.shape[2], 2.0**20
     total = k.new_zeros(*k.shape[:2], k.shape[3] + 1, v.shape[3] + 1, dtype=torch.float64)
     cuts = [*range(T % BLOCK, T, blocks * BLOCK), T]  # a first block without the sink's tokens is shorter
@@ -223,7 +224,7 @@ class SparseLayer:
         return self.sink_size // BLOCK * BLOCK
 
     def by_kernels(self, length: int) -> bool:
-        """Does a step that makes it `length` tokens run in the kernels of `kernels.py`? Once true it stays true while tokens are added."""
+        """Does a step that makes it `length` tokens run in the kernels of `sparse_kernels.py`? Once true it stays true while tokens are added."""
         return self.topk > 0 and self.edge(length) > self.sink_size and kernels.usable(self.kmax.device)
 
     def edge(self, length: int) -> int:
@@ -342,11 +343,11 @@ class SparseLayer:
         return critical_channels(q, self.kmax, self.channels, self.authors)
 
     def choose_channels(self, q: Tensor, index: Tensor, slot: Tensor, missing: Tensor, held: Tensor | None = None, stamp: Tensor | None = None, pos: Tensor | None = None) -> None:
-        """What `channels_for` does, by kernels and into their tables: see `kernels.choose_channels`. Static channels have no slots but their own."""
+        """What `channels_for` does, by kernels and into their tables: see `sparse_kernels.choose_channels`. Static channels have no slots but their own."""
         if self.static is not None:
             index.copy_(self.static.expand_as(index))
         else:
-            kernels.choose_channels(q, self.kmax, self.authors, index, slot, missing, held, stamp, pos)
+            sparse_kernels.choose_channels(q, self.kmax, self.authors, index, slot, missing, held, stamp, pos)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, length: int, pos: Tensor) -> Tensor:
         """Append k, v `[B, KV, 1, D]` as position `length - 1`; attend with q `[B, H, 1, D]` over sink, the chosen candidates and the window."""
@@ -391,26 +392,26 @@ class SparseLayer:
         table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size), rows, pos)
         self.prefetcher.done_with_rows(self.turn)
         ring = (self.ring.k, self.ring.v)
-        o = kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, rows, sample, self.vsum, self.slope, scores=self.ahead and self.tail)
+        o = sparse_kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, rows, sample, self.vsum, self.slope, scores=self.ahead and self.tail)
         self._foreseen = None
         return o
 
-    def _scratch(self, q: Tensor) -> kernels.Scratch:
-        near = kernels.near_blocks(self.sink_size, self.recent) if self.among_all else 0
+    def _scratch(self, q: Tensor) -> sparse_kernels.Scratch:
+        near = sparse_kernels.near_blocks(self.sink_size, self.recent) if self.among_all else 0
         return self.prefetcher.scratch_for(q.shape[1] // self.kmax.shape[1], near, self.ahead)
 
-    def choose_tokens(self, q: Tensor, rows: kernels.Rows, pos: Tensor, scale: float) -> None:
+    def choose_tokens(self, q: Tensor, rows: sparse_kernels.Rows, pos: Tensor, scale: float) -> None:
         """Have `chosen` be the candidates that matter most to q `[B, H, 1, D]`, the true or the predicted query, by kernels."""
         if self.chosen is None or self.chosen.shape != (*self.kmax.shape[:2], self.topk):
             self.chosen = torch.empty(*self.kmax.shape[:2], self.topk, dtype=torch.int32, device=q.device)
             self.guess = torch.zeros(*self.kmax.shape[:2], dtype=torch.int32, device=q.device)
         scratch, near = self._scratch(q), (self.sink[0], self.ring.k) if self.among_all else None
         if not self.authors or (self.tail and not self.ahead):
-            kernels.estimate(q, rows, pos, scale, self.sink_size, self.recent, scratch.chooses, near, newest=not self.ahead)
-        kernels.weigh(q, rows, pos, scale, self.sink_size, self.recent, scratch, self.authors)
-        kernels.select(scratch, self.begin, self.chosen, self.guess, pos, self.sink_size, self.recent, self.left, self.least)
+            sparse_kernels.estimate(q, rows, pos, scale, self.sink_size, self.recent, scratch.chooses, near, newest=not self.ahead)
+        sparse_kernels.weigh(q, rows, pos, scale, self.sink_size, self.recent, scratch, self.authors)
+        sparse_kernels.select(scratch, self.begin, self.chosen, self.guess, pos, self.sink_size, self.recent, self.left, self.least)
 
-    def look(self, rows: kernels.Rows, pos: Tensor) -> None:
+    def look(self, rows: sparse_kernels.Rows, pos: Tensor) -> None:
         """`choose_tokens` by the query that was foreseen."""
         self.choose_tokens(self._foreseen[0], rows, pos, self._foreseen[1])
 
@@ -444,7 +445,7 @@ class SparseLayer:
         scores = approximate_scores(looks, self._index, rows[..., start - begin :], looks_scale)
         # Sums are estimated from some blocks, which stand for all.
         block = torch.arange(start - begin, stop - begin, device=q.device) // BLOCK
-        stride = kernels.stride((stop - begin) // BLOCK)
+        stride = sparse_kernels.stride((stop - begin) // BLOCK)
         sampled = block % stride == stride // 2
         some = sampled.nonzero()[:, 0]
         few = math.log(len(some) / len(block))

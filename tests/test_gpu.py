@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import kernels
+import sparse_kernels
 import offload
 from attention import causal_attention
 from cache import FullCache, TailorCache
@@ -66,8 +67,8 @@ def test_delayed_streams_change_nothing(monkeypatch, plan, setting):
 
                 patch.setattr(offload.Prefetcher, "_fetch_rows", slow)
                 for name in ("choose_channels", "fetch_rows", "weigh", "fetch_tokens"):  # in the zero-copy prefetcher's stream
-                    plain = getattr(kernels, name)
-                    patch.setattr(kernels, name, lambda *a, plain=plain: (torch.cuda._sleep(200_000), plain(*a)))
+                    plain = getattr(sparse_kernels, name)
+                    patch.setattr(sparse_kernels, name, lambda *a, plain=plain: (torch.cuda._sleep(200_000), plain(*a)))
             with TailorCache(driver.config, plan, options(**setting), device="cuda:0") as cache:
                 out = [driver.call(cache, 400, chunk=130)]
                 out += [driver.call(cache, 1, decode=True) for _ in range(70)]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import kernels
+import sparse_kernels
 import offload
 from offload import BLOCK, HostStore, Pinner, block_facts, block_sums, largest
 from retrieval import moments_of, statistics
@@ -85,7 +86,7 @@ def test_statistics_where_the_sink_cuts_the_first_block(T, plain):
     assert torch.equal(most, expected[0]) and torch.equal(total, expected[1])
     assert ((moments - expected[2]).abs() <= bound(k, v)).all()
     assert statistics(k, v, False, False)[1:] == (None, None)
-    most, sums = kernels.block_statistics(k, maxima=True, sums=True)
+    most, sums = sparse_kernels.block_statistics(k, maxima=True, sums=True)
     assert torch.equal(most[:, :, 0], largest(k[:, :, : T % BLOCK or BLOCK]))
     if T > BLOCK:
         assert torch.equal(sums[:, :, 1 if T % BLOCK else 0 :], block_sums(k[:, :, T % BLOCK :]))
@@ -103,7 +104,7 @@ def test_moments_are_the_twins_within_float32(D, Dv, KV, dtype, plain):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_moments_do_not_show_in_which_pieces_tokens_came(dtype, monkeypatch):
     """What is taken out again must leave exactly what was there; two blocks a run, so that runs are joined, too."""
-    monkeypatch.setattr(kernels, "RUN", 2)
+    monkeypatch.setattr(sparse_kernels, "RUN", 2)
     k, v = pair(5 * BLOCK + 44, 64, 80, 2, dtype)
     whole, cuts = moments_of(k, v), [0, 44, 44 + BLOCK, 44 + 4 * BLOCK, 44 + 5 * BLOCK]
     parts = [moments_of(k[:, :, a:b].clone(), v[:, :, a:b].clone()) for a, b in zip(cuts, cuts[1:])]
@@ -113,14 +114,14 @@ def test_moments_do_not_show_in_which_pieces_tokens_came(dtype, monkeypatch):
 
 def test_no_tokens_are_no_launch():
     k, v = pair(0, 64, 64, 1, torch.float16)
-    assert not moments_of(k, v).any() and kernels.block_statistics(k, True, True)[0].shape == (1, 1, 0, 64)
-    assert [x.shape[3] for x in kernels.encode_channels(k, 4)] == [0, 0]
+    assert not moments_of(k, v).any() and sparse_kernels.block_statistics(k, True, True)[0].shape == (1, 1, 0, 64)
+    assert [x.shape[3] for x in sparse_kernels.encode_channels(k, 4)] == [0, 0]
 
 
 def test_what_no_kernel_takes_goes_to_the_twins():
     """float64, or K and V of two kinds."""
     k, v = pair(BLOCK, 16, 16, 1, torch.float32)
-    assert kernels.summarises(k, v) and not kernels.summarises(k, v.half()) and not kernels.summarises(k.double(), v.double())
+    assert sparse_kernels.summarises(k, v) and not sparse_kernels.summarises(k, v.half()) and not sparse_kernels.summarises(k.double(), v.double())
     assert torch.isfinite(moments_of(k.double(), v.double())).all()
 
 
@@ -148,7 +149,7 @@ def test_a_store_holds_the_same_written_by_kernels(bits, cuts, monkeypatch, plai
     """Heads in groups, pieces of a head: whatever the temporaries' bounds, every byte at its place."""
     k, v = pair(4 * BLOCK, 40, 24, 3, torch.bfloat16, B=2)
     expected = plain(stored, k, v, bits, cuts)
-    monkeypatch.setattr(offload, "by_kernels", kernels.summarises)
+    monkeypatch.setattr(offload, "by_kernels", sparse_kernels.summarises)
     for held, piece in ((1, 64), (30_000, 100), (1 << 30, 1 << 30)):
         monkeypatch.setattr(HostStore, "HELD", held)
         monkeypatch.setattr(HostStore, "PIECE", piece)

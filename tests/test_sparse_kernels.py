@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kernels
+import sparse_kernels
 from cache import TailorCache, layer_account
 from offload import BLOCK, ZeroCopy, decode_rows, encode_rows
 from retrieval import approximate_scores, importance, select_tokens
@@ -36,8 +37,8 @@ def test_choose_channels(device, D, C, R, G, authors):
         q = torch.randint(-3, 4, (2, 2 * G, 1, D), generator=generator).float().to(device)
         kmax = torch.randint(1, 4, (2, 2, D), generator=generator).float().to(device)
         pos = torch.tensor([100 + step], device=device)
-        kernels.choose_channels(q, kmax, authors, **states[0], pos=pos)
-        kernels.choose_channels_twin(q, kmax, authors, **states[1], pos=pos)
+        sparse_kernels.choose_channels(q, kmax, authors, **states[0], pos=pos)
+        sparse_kernels.choose_channels_twin(q, kmax, authors, **states[1], pos=pos)
         for name, tensor in states[0].items():
             assert tensor is None or torch.equal(tensor, states[1][name]), (step, name)
         if R:
@@ -48,24 +49,24 @@ def test_choose_channels(device, D, C, R, G, authors):
 
 
 def scored(bits, dtype, G, device, N=1984, D=40, KV=2, C=9, sink=5, recent=70):
-    """Rows of N positions, a query, and what `kernels.estimate` makes of them; the scores of all candidates `[KV, G, M]`, exact and by plain matrix products in `dtype`."""
+    """Rows of N positions, a query, and what `sparse_kernels.estimate` makes of them; the scores of all candidates `[KV, G, M]`, exact and by plain matrix products in `dtype`."""
     generator = torch.Generator().manual_seed(bits * 10 + G)
     random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     keys = (random(1, KV, D, N) * random(1, KV, D, 1) * 2 + random(1, KV, D, 1)).to(dtype)
     planes = [plane.to(device) for plane in encode_rows(keys, bits)]
     # Rows are readable to the end of a chunk; what lies there is anything.
-    whole = -(-N // kernels.CHUNK) * kernels.CHUNK
+    whole = -(-N // sparse_kernels.CHUNK) * sparse_kernels.CHUNK
     planes = [torch.cat([p, p.new_full((*p.shape[:3], p.shape[3] * (whole - N) // N), 77)], -1) for p in planes]
     index = torch.stack([torch.randperm(D, generator=generator)[:C].sort().values for _ in range(KV)])[None].int().to(device)
     q = random(1, KV * G, 1, D).to(dtype).to(device)
     pos, scale = torch.tensor([N + recent - 8], device=device), D**-0.5
     edge = (int(pos) + 1 - recent) // BLOCK * BLOCK
-    scratch = kernels.Scratch((1, KV), G, whole, 8, torch.device(device))
+    scratch = sparse_kernels.Scratch((1, KV), G, whole, 8, torch.device(device))
     for x in (scratch.chooses.scores, scratch.chooses.stats):
         x.fill_(math.nan)
-    rows = kernels.Rows(planes, index, index, bits, 0)
+    rows = sparse_kernels.Rows(planes, index, index, bits, 0)
     arguments = (q, rows, pos, scale, sink, recent)
-    kernels.estimate(*arguments, scratch.chooses)
+    sparse_kernels.estimate(*arguments, scratch.chooses)
     chosen = [p.gather(2, index.long()[..., None].expand(-1, -1, -1, p.shape[3])) for p in planes]
     held = decode_rows(chosen, bits)[..., sink:edge]
     exact = approximate_scores(q, index.long(), held, scale)[0]
@@ -84,9 +85,9 @@ LARGE = {"N": 70016, "D": 128, "KV": 3, "C": 28}
 def test_scores(monkeypatch, bits, dtype, G, device, all_blocks):
     """No more than twice the error of plain products in the same dtype, in the blocks of the sample; and each chunk's statistics are those of its scores."""
     if all_blocks:
-        monkeypatch.setattr(kernels, "FEWEST", 1100 if device == "cuda" else 30)
+        monkeypatch.setattr(sparse_kernels, "FEWEST", 1100 if device == "cuda" else 30)
     arguments, scratch, exact, plain, edge = scored(bits, dtype, G, device, **(LARGE if device == "cuda" else {}))
-    stride, each, chunk, sample = kernels.stride(edge // BLOCK), 8 if bits <= 4 else 16 // bits, kernels.CHUNK, scratch.chooses
+    stride, each, chunk, sample = sparse_kernels.stride(edge // BLOCK), 8 if bits <= 4 else 16 // bits, sparse_kernels.CHUNK, scratch.chooses
     assert stride == (1 if all_blocks else 8 if device == "cuda" else 2)
     seen = torch.cat([torch.arange(b * BLOCK, (b + 1) * BLOCK) for b in range(stride // 2, edge // BLOCK, stride)])
     n, low = torch.arange(len(seen)), 5 if stride == 1 else 0  # the sink lies in the first block
@@ -112,20 +113,20 @@ def test_importance(bits, dtype, G, device, authors):
     """Of every candidate, what the twin makes of exact scores and the sample's sums, as close as the scores are; of the peaks, the largest; nothing of what is no candidate."""
     arguments, scratch, exact, plain, edge = scored(bits, dtype, G, device, **(LARGE if device == "cuda" else {}))
     scratch.importance.fill_(7)
-    kernels.weigh(*arguments, scratch, authors)
+    sparse_kernels.weigh(*arguments, scratch, authors)
     key, nothing = scratch.importance[0], -(2**31) + 1
     mine = torch.where(key < 0, key ^ 0x7FFFFFFF, key).view(torch.float32)[:, 5:edge]
     block = torch.arange(5, edge, device=device) // BLOCK
-    stride = kernels.stride(edge // BLOCK)
+    stride = sparse_kernels.stride(edge // BLOCK)
     some = block % stride == stride // 2
     own = exact[..., some].logsumexp(-1, keepdim=True) + math.log(len(some) / int(some.sum()))
     expected, mass = importance(exact[None], authors, None, own[None])
     error = 3 * (plain - exact).abs().max().item() + 1e-5
     mine = mine * math.log(2) if authors else mine  # there it is the mean score itself
     torch.testing.assert_close(mine, expected[0], rtol=0.0 if authors else 2 * error, atol=error if authors else 0.0)
-    assert (key[:, :5] == nothing).all() and (key[:, edge : -(-edge // kernels.CHUNK) * kernels.CHUNK] == nothing).all()
-    best = key[:, : edge // kernels.CHUNK * kernels.CHUNK].unflatten(-1, (-1, scratch.peak)).amax(-1)
-    assert torch.equal(scratch.peaks[0, :, : best.shape[1]], best) and (scratch.peaks[0, :, -(-edge // kernels.CHUNK) * kernels.CHUNK // scratch.peak :] == nothing).all()
+    assert (key[:, :5] == nothing).all() and (key[:, edge : -(-edge // sparse_kernels.CHUNK) * sparse_kernels.CHUNK] == nothing).all()
+    best = key[:, : edge // sparse_kernels.CHUNK * sparse_kernels.CHUNK].unflatten(-1, (-1, scratch.peak)).amax(-1)
+    assert torch.equal(scratch.peaks[0, :, : best.shape[1]], best) and (scratch.peaks[0, :, -(-edge // sparse_kernels.CHUNK) * sparse_kernels.CHUNK // scratch.peak :] == nothing).all()
     if not authors:
         torch.testing.assert_close(scratch.mass[0], mass[0, :, 0])
 
@@ -142,14 +143,14 @@ def test_select(kind, K, device):
     key = value.view(torch.int32).clone()  # of numbers that are not negative, the order is that of their bits
     if kind == "few":
         key[:, 37:] = -(2**31) + 1
-    scratch = kernels.Scratch((1, KV), 1, N, K, torch.device(device))
+    scratch = sparse_kernels.Scratch((1, KV), 1, N, K, torch.device(device))
     scratch.importance.copy_(key[None])
     scratch.peaks.copy_(key.view(KV, -1, scratch.peak).amax(-1)[None])
     expected = select_tokens(value[:, : 37 if kind == "few" else N], K) + begin
     for guess in (0, 1, 0x3E800000, 0x7F000000, -5):
         held = torch.full((1, KV), guess, dtype=torch.int32, device=device)
         chosen = torch.empty(1, KV, K, dtype=torch.int32, device=device)
-        kernels.select(scratch, begin, chosen, held, torch.tensor([N], device=device), 0, 0)
+        sparse_kernels.select(scratch, begin, chosen, held, torch.tensor([N], device=device), 0, 0)
         count = expected.shape[-1]
         assert torch.equal(chosen[0, :, :count].cpu().long(), expected) and (chosen[..., count:] == -1).all(), guess
         if count == K:
@@ -164,7 +165,7 @@ DRIVEN = {}
 
 def drive(device, setting, plan=(0,), **shape):
     """What `driven` returns, made once for several tests: read only."""
-    key = (device, setting, plan, *sorted(shape.items()), kernels.FORCE, kernels.FEWEST)
+    key = (device, setting, plan, *sorted(shape.items()), kernels.FORCE, sparse_kernels.FEWEST)
     if key not in DRIVEN:
         DRIVEN[key] = driven(device, setting, plan, **shape)
     return DRIVEN[key]
@@ -212,7 +213,7 @@ def test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch):
     for i, (a, b) in enumerate(zip(ours, plain)):
         assert (a - b).abs().max() < 1e-3, i
     held, expected = dict(held), dict(expected)
-    for name in [name for name in held if name.endswith("moments")]:  # products from tensor cores; test_kernels_prefill.py has the bound
+    for name in [name for name in held if name.endswith("moments")]:  # products from tensor cores; test_sparse_kernels_prefill.py has the bound
         assert (held.pop(name) - expected.pop(name)).abs().max() < 1e-3
     same(held, expected)
 
@@ -221,7 +222,7 @@ def test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch):
 @pytest.mark.parametrize("setting, shape", [SETTINGS[1], SETTINGS[2], SETTINGS[6], SETTINGS[7], SETTINGS[8]])
 def test_kernels_equal_plain_pytorch_with_samples(device, setting, shape, monkeypatch):
     """The same where a sample is not all there is: one block in two or four, which long texts alone would need."""
-    monkeypatch.setattr(kernels, "FEWEST", 1)
+    monkeypatch.setattr(sparse_kernels, "FEWEST", 1)
     test_kernels_equal_plain_pytorch(device, setting, shape, monkeypatch)
 
 
