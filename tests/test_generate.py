@@ -100,6 +100,15 @@ def test_temperature_zero_is_argmax(dtype):
     assert int(Sampler(Sampling(), torch.zeros(1, 1).long(), 4)(torch.tensor([[1.0, 2.0, 2.0, 0.0]]))) == 1
 
 
+@pytest.mark.parametrize("vocab", [1, 511, 512, 513, 1500])
+def test_argmax_by_blocks(vocab):
+    """The first of equal maxima, also where they lie in several blocks, at an edge, or are all minus infinity; and NaN, as PyTorch has it."""
+    x = torch.randint(0, 3, (40, vocab), generator=torch.Generator().manual_seed(vocab)).bfloat16()
+    x[1], x[2], x[3, -1], x[4, vocab // 2] = -math.inf, 0, math.inf, math.nan
+    x[5:, : vocab * 2 // 3] = -1
+    assert torch.equal(program._argmax(x), x.argmax(-1, keepdim=True)) and torch.equal(program._argmax(x.float()), x.argmax(-1, keepdim=True))
+
+
 @pytest.mark.parametrize("temperature", [1e-9, 1e-30, 1e-300, 1e30])
 def test_extreme_temperatures(temperature):
     """A tiny temperature overflows to inf - inf = NaN; a huge one must be uniform, not broken."""

@@ -133,7 +133,7 @@ def test_importance(bits, dtype, G, device, authors):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["spread", "ties", "few", "equal"])
-@pytest.mark.parametrize("K", [1, 50])
+@pytest.mark.parametrize("K", [1, 50, 4000])
 def test_select(kind, K, device):
     """The K best, ascending, ties to the lowest position, whatever the last step's threshold was; -1 where there are too few."""
     generator = torch.Generator().manual_seed(K)
