@@ -19,7 +19,8 @@ bound is measured: all linear layers of a decode step in one CUDA graph, which i
 
 Machines drift, so variants take turns: run 1 of each, run 2 of each, and so on, in one process with the same threads. Medians
 are printed, and `speed` is transformers' median over the row's. Each run starts with an empty allocator; on CUDA an untimed run of
-the same length comes first (its prefill is the column `cold`: kernels are chosen and compiled there), on a CPU a short one.
+the same length comes first (its prefill is the column `cold`: kernels are chosen and compiled there), on a CPU, or with
+`--short-warm-up`, a short one.
 Prompts are random ids: a method whose speed depends on what the text says is not seen at its best.
 """
 
@@ -278,22 +279,23 @@ def run_once(variant: Ours | Peer, ids: Tensor, steps: int, device: torch.device
     return {"prefill_s": prefill_s, "decode_ms": decode_ms, "peak_gpu_bytes": peak, "driver_bytes": driver, "kv_bytes": variant.kv_bytes()}
 
 
-def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: Llama, least: dict) -> list[dict]:
+def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: Llama, least: dict, short_warm_up: bool = False) -> list[dict]:
     """A row for every variant at N tokens. The variants take turns; one that fails stays out from then on, and costs the others nothing."""
     device, cuda = model.device, model.device.type == "cuda"
     ids = torch.randint(0, model.config.vocab_size, (1, N), generator=torch.Generator().manual_seed(0))
     rows = [{"context": N, "cache": v.name, "peer": isinstance(v, Peer), "status": "ok", "floor": least, "warm_up": None, "runs": []} for v in variants]
     for turn in range(runs + 1):
-        short = turn == 0 and not cuda
+        short = turn == 0 and (short_warm_up or not cuda)
         for variant, row in zip(variants, rows):
             if row["status"] != "ok":
                 continue
             try:
-                result = run_once(variant, ids[:, :256] if short else ids, min(steps, 2) if short else steps, device)
+                # Long enough, on CUDA, for kernels and graph to be those of the timed runs.
+                result = run_once(variant, ids[:, : 8192 if cuda else 256] if short else ids, min(steps, 3 if cuda else 2) if short else steps, device)
                 note = f"prefill {result['prefill_s']:.3f} s, decode {statistics.median(result['decode_ms']):.2f} ms"
                 if turn:
                     row["runs"].append(result)
-                elif cuda:
+                elif not short:
                     row["warm_up"] = result
             except (RuntimeError, ValueError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
                 short_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
@@ -310,7 +312,7 @@ def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: L
         row["kv_bytes"] = row["runs"][-1]["kv_bytes"]
         if cuda:
             for name in ("peak_gpu_bytes", "driver_bytes"):
-                row[name] = max(run[name] for run in [row["warm_up"], *row["runs"]])
+                row[name] = max(run[name] for run in [row["warm_up"], *row["runs"]] if run)
             row["beyond_bytes"] = row["peak_gpu_bytes"] - sum(p.nbytes for p in model.parameters()) - row["kv_bytes"]["gpu"]
     if base := next((row for row in done if row["cache"] == "transformers"), None):
         for row in done:
@@ -378,6 +380,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--cache", default="full", metavar="SPEC,...", help="NAME[:field=value,...], several apart by commas; 'list' prints names, fields and defaults")
     add("--peer", choices=["transformers"], default=argparse.SUPPRESS, help="measure transformers in the same run (default: off)")
     add("--runs", type=int, default=5, metavar="N", help="runs of each variant, in turns; medians are printed")
+    add("--short-warm-up", action="store_true", default=argparse.SUPPRESS, help="warm up with at most 8,192 tokens, where a prefill takes minutes; the first timed one then plans kernels for new shapes (default: the whole length on CUDA, 256 tokens on a CPU)")
     add("--steps", type=int, default=32, metavar="N", help=f"decode steps a run; fewer, but at least 3, where they take over {DECODE_BUDGET_S:.0f} s")
     add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: the checkpoint's own on a GPU, float32 on a CPU")
@@ -448,7 +451,7 @@ def run(args) -> int:
     content = {**facts, "arguments": {flag: str(value) for flag, value in vars(args).items()}, "model": {"name": name, "random": folder is None, "dtype": kind, "config": dataclasses.asdict(config)}}
     content |= {"quantised_layers": plan and list(plan.quantised), "peer_logit_difference": difference, "ceiling": ceiling, "rows": []}
     for N, least in floors.items():
-        content["rows"] += (rows := measure(variants, N, args.runs, args.steps, model, least))
+        content["rows"] += (rows := measure(variants, N, args.runs, args.steps, model, least, "short_warm_up" in args))
         print(f"\n{table(rows)}", flush=True)
         if "json" in args:  # after every length: an interrupted benchmark keeps what it has
             save(args.json, content)

@@ -97,6 +97,16 @@ def test_tailor_beside_full(capsys, tmp_path):
     assert tailor["status"] == "ok" and tailor["kv_bytes"]["host"] > 0 and "quantised layers of tailor: 0" in out
 
 
+@pytest.mark.gpu
+def test_a_warm_up_may_be_short(capsys, tmp_path):
+    """Where it is, it is no cold prefill of that length, and memory is that of the timed run alone."""
+    path = tmp_path / "speed.json"
+    code, out, _ = run(capsys, "--shape", "tiny", "--lengths", "9000", "--short-warm-up", "--runs", "1", "--steps", "4", "--device", "cuda", "--json", str(path))
+    (row,) = json.loads(path.read_text())["rows"]
+    assert code == 0 and row["warm_up"] is None and len(row["runs"][0]["decode_ms"]) == 4 and row["peak_gpu_bytes"] == row["runs"][0]["peak_gpu_bytes"]
+    assert next(line for line in out.splitlines() if line.split()[:2] == ["9,000", "full"]).split()[3] == "-"
+
+
 def test_variants_take_turns(monkeypatch, capsys):
     """Machines drift: all runs of one variant before the other's would compare two machines."""
     order = []
