@@ -151,8 +151,8 @@ def _cut(tile: Tile, K: int, rows: list[int], device: torch.device, itemsize: in
 def _wait(PDL: tl.constexpr):
     """Programmatic dependent launch: let the next kernel's programs take free places now, and wait for the one before.
 
-    What comes before this call overlaps with the kernel before; it may touch nothing but weights. Every program of
-    every kernel waits, so that a kernel's results are there when the kernel after the next one starts, too.
+    What comes before this call overlaps with the kernel before, and perhaps with the one before that: it may read weights, and what
+    `_wait_first` makes sure of. Every program of every kernel waits, so that what is there after a wait are the results of all kernels before.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -161,7 +161,7 @@ def _wait(PDL: tl.constexpr):
 
 @triton.jit
 def _wait_first(PDL: tl.constexpr):
-    """`_wait` where the next kernel, before it waits itself, reads what the kernel before this one has written."""
+    """`_wait` where the next kernel, before it waits itself, reads what the kernels before this one have written."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
