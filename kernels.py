@@ -104,7 +104,7 @@ def _fits(row: Tensor, *others: Tensor | None) -> bool:
 
 
 def _launch(device: torch.device) -> dict:
-    """Options of a kernel that begins with `_wait`."""
+    """Options of a kernel each of whose programs comes to a `_wait`."""
     pdl = PDL and device.type == "cuda" and _capability(device) >= (9, 0)
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
@@ -346,7 +346,7 @@ def _norm_rotate_kernel(
             if BIAS:
                 y1 += tl.load(b_ptr + rows, mask=real, other=0.0).to(tl.float32)
                 y2 += tl.load(b_ptr + HALF + rows, mask=real, other=0.0).to(tl.float32)
-            # Rounded as the projection and `rotate` are.
+            # In 16 bits rounded as the projection and `rotate` are.
             y1, y2 = y1.to(dtype).to(tl.float32), y2.to(dtype).to(tl.float32)
             cos1, cos2 = tl.load(cos_ptr + i, mask=real).to(tl.float32), tl.load(cos_ptr + HALF + i, mask=real).to(tl.float32)
             sin1, sin2 = tl.load(sin_ptr + i, mask=real).to(tl.float32), tl.load(sin_ptr + HALF + i, mask=real).to(tl.float32)

@@ -390,9 +390,9 @@ class SparseLayer:
         if not self.ahead:
             self.choose_tokens(q, rows, pos, scale)
         table, staged = self.prefetcher.tokens_of(self, min(self.topk, stop - self.sink_size), rows, pos)
-        self.prefetcher.done_with_rows(self.turn)
         ring = (self.ring.k, self.ring.v)
         o = sparse_kernels.gather_attention(q, self.sink, ring, table, staged, self.chosen, pos, scale, self.recent, rows, sample, self.vsum, self.slope, scores=self.ahead and self.tail)
+        self.prefetcher.done_with_rows(self.turn)
         self._foreseen = None
         return o
 

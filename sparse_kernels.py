@@ -463,6 +463,8 @@ def _share(acc, column, total, at, low, high, G: tl.constexpr, GP: tl.constexpr,
     if not AUTHORS:
         value = tl.where((g < G)[None, :], tl.exp2(tl.minimum(value - total[None, :], 64.0)), 0.0)
     value = tl.sum(tl.reshape(value, [acc.shape[0], PER, GP]), 2) / G
+    if AUTHORS:
+        value = tl.where(value == value, value, float("inf"))  # NaN is the largest, as in torch.topk
     past = (at[:, None] + tl.arange(0, PER)[None, :] - low).to(tl.uint32)
     return tl.where(past < (high - low).to(tl.uint32), _ordered(value), NOTHING)
 
@@ -651,7 +653,7 @@ def _keep(x, n, into, count, limit, low, first, second, PACK: tl.constexpr):
     both = tl.cumsum(both, 1) + (tl.cumsum(rows, 0) - rows)[:, None]
     need = tl.where(high == low + 1, limit - over, limit)
     place = ((both & ((one << PACK) - 1)) + tl.minimum(both >> PACK, need) - 1).to(tl.int32)
-    tl.store(into + place, n, mask=above | (level & (both >> PACK <= need)))
+    tl.store(into + place, n, mask=(above | (level & (both >> PACK <= need))) & (place < limit))
     return low
 
 

@@ -157,6 +157,21 @@ def test_select(kind, K, device):
             assert torch.equal((key >= held[0].cpu()[:, None]).sum(-1) >= K, torch.ones(KV, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_is_chosen_and_writes_nowhere_else(device):
+    """A score that is no number, from a float16 that overflowed, say: PyTorch takes it for the largest. More of them than are wanted once went past the end."""
+    arguments, scratch, _, _, _ = scored(4, torch.bfloat16, 4, device)
+    q, rows, pos = arguments[:3]
+    q[:, :4] = math.nan  # all queries of the first KV head
+    sparse_kernels.weigh(*arguments, scratch, True)
+    assert (scratch.importance[0, 0, 5:1900] == 0x7F800000).all() and (scratch.importance[0, 1] < 0x7F800000).all()
+    scratch.importance[0, 0, 5:1900] = scratch.peaks[0, 0, : 1900 // scratch.peak] = 0x7FC00000  # the bits themselves: also then
+    held = {name: torch.full((2 * 8 + 4096,), 7, dtype=torch.int32, device=device) for name in ("blocks", "chosen")}
+    scratch.blocks, chosen = (x[:16].view(1, 2, 8) for x in held.values())
+    sparse_kernels.select(scratch, 0, chosen, torch.zeros(1, 2, dtype=torch.int32, device=device), pos, 5, 70)
+    assert all((x[16:] == 7).all() for x in held.values()) and chosen[0, 0].tolist() == list(range(5, 13))
+
+
 # ------------------------------------------------------------------------------------------- the sparse layer as a whole
 
 
