@@ -83,16 +83,14 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """Logits `[B, vocab]` to token ids `[B, 1]`."""
         options = self.sampling
-        if options.temperature == 0 and self.seen is None:
-            return _argmax(logits)
-        logits = logits.float()
         if self.seen is not None:
+            logits = logits.float()
             penalty = torch.where(logits > 0, logits / options.repetition_penalty, logits * options.repetition_penalty)
             logits = torch.where(self.seen, penalty, logits)
         if options.temperature == 0:
             token = _argmax(logits)
         else:
-            token = self._draw(logits)
+            token = self._draw(logits.float())
         if self.seen is not None:
             self.seen.scatter_(1, token, True)
         return token

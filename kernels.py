@@ -346,12 +346,9 @@ def _norm_rotate_kernel(
             if BIAS:
                 y1 += tl.load(b_ptr + rows, mask=real, other=0.0).to(tl.float32)
                 y2 += tl.load(b_ptr + HALF + rows, mask=real, other=0.0).to(tl.float32)
-            # In 16 bits rounded as the projection and `rotate` are.
-            y1, y2 = y1.to(dtype).to(tl.float32), y2.to(dtype).to(tl.float32)
-            cos1, cos2 = tl.load(cos_ptr + i, mask=real).to(tl.float32), tl.load(cos_ptr + HALF + i, mask=real).to(tl.float32)
-            sin1, sin2 = tl.load(sin_ptr + i, mask=real).to(tl.float32), tl.load(sin_ptr + HALF + i, mask=real).to(tl.float32)
-            tl.store(out_ptr + rows, ((y1 * cos1).to(dtype).to(tl.float32) + (-y2 * sin1).to(dtype).to(tl.float32)).to(dtype), mask=real)
-            tl.store(out_ptr + HALF + rows, ((y2 * cos2).to(dtype).to(tl.float32) + (y1 * sin2).to(dtype).to(tl.float32)).to(dtype), mask=real)
+            first, second = _turned(y1.to(dtype), y2.to(dtype), cos_ptr, sin_ptr, i, HALF, real)
+            tl.store(out_ptr + rows, first, mask=real)
+            tl.store(out_ptr + HALF + rows, second, mask=real)
 
 
 def norm_rotate(h: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
@@ -491,6 +488,18 @@ def _linear_add_(h, x, weight, bias=None):
 # --------------------------------------------------------------------------------------------------- rotation and append
 
 
+@triton.jit
+def _turned(first, second, cos_ptr, sin_ptr, i, half: tl.constexpr, mask):
+    """Channels i and i + half of a head, rotated, and rounded as x * cos + rotated * sin is in PyTorch: after each product, and after the sum."""
+    dtype = first.dtype
+    x1, x2 = first.to(tl.float32), second.to(tl.float32)
+    cos1, cos2 = tl.load(cos_ptr + i, mask=mask).to(tl.float32), tl.load(cos_ptr + half + i, mask=mask).to(tl.float32)
+    sin1, sin2 = tl.load(sin_ptr + i, mask=mask).to(tl.float32), tl.load(sin_ptr + half + i, mask=mask).to(tl.float32)
+    first = ((x1 * cos1).to(dtype).to(tl.float32) + (-x2 * sin1).to(dtype).to(tl.float32)).to(dtype)
+    second = ((x2 * cos2).to(dtype).to(tl.float32) + (x1 * sin2).to(dtype).to(tl.float32)).to(dtype)
+    return first, second
+
+
 # Numbers that grow with the cache are not specialised: a kernel compiled anew while a graph is captured would break the capture.
 @triton.jit(do_not_specialize=["slots"])
 def _rotate_kernel(
@@ -515,13 +524,7 @@ def _rotate_kernel(
         mask = i < D // 2
         first, second = tl.load(in_ptr + i, mask=mask), tl.load(in_ptr + D // 2 + i, mask=mask)
         if ROTATE:
-            # Rounded as x * cos + rotated * sin is in PyTorch: after each product, and after the sum.
-            dtype = first.dtype
-            x1, x2 = first.to(tl.float32), second.to(tl.float32)
-            cos1, cos2 = tl.load(cos_ptr + i, mask=mask).to(tl.float32), tl.load(cos_ptr + D // 2 + i, mask=mask).to(tl.float32)
-            sin1, sin2 = tl.load(sin_ptr + i, mask=mask).to(tl.float32), tl.load(sin_ptr + D // 2 + i, mask=mask).to(tl.float32)
-            first = ((x1 * cos1).to(dtype).to(tl.float32) + (-x2 * sin1).to(dtype).to(tl.float32)).to(dtype)
-            second = ((x2 * cos2).to(dtype).to(tl.float32) + (x1 * sin2).to(dtype).to(tl.float32)).to(dtype)
+            first, second = _turned(first, second, cos_ptr, sin_ptr, i, D // 2, mask)
         tl.store(out_ptr + i, first, mask=mask)
         tl.store(out_ptr + D // 2 + i, second, mask=mask)
     else:

@@ -28,9 +28,7 @@ from torch import Tensor
 import kernels
 import sparse_kernels
 from quant import dequantise, pack, quantise, unpack
-
-BLOCK = 64  # tokens move to the host in blocks of this many
-
+from sparse_kernels import BLOCK
 
 # ---------------------------------------------------------------------------------------------------- channel rows
 
@@ -505,7 +503,7 @@ class Prefetcher:
         self.wait_all()
         head, dtype = like_k.shape[:2], like_k.dtype
         self.blocks = whole_chunks(max(positions // BLOCK, self.blocks * 9 // 8))
-        self.scratch = None
+        self.topk, self.scratch = topk, None
         if kernels.usable(self.device):
             self._place = torch.arange(channels, dtype=torch.int32, device=self.device).expand(*head, -1).contiguous()
             self._index = [torch.empty(*head, channels, dtype=torch.int32, device=self.device) for _ in range(2)]
@@ -604,13 +602,6 @@ class Prefetcher:
 
     # -- for the kernels, which score and attend in place of plain PyTorch
 
-    def scratch_for(self, G: int, near: int, ahead: bool) -> sparse_kernels.Scratch:
-        """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
-        if self.scratch is None:
-            B, KV, K = self.tokens[0].shape[:3]
-            self.scratch = sparse_kernels.Scratch((B, KV), G, self.blocks * BLOCK, K, self.device, near, ahead)
-        return self.scratch
-
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
         """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch their rows of positions below `stop`."""
         index = first_of(self._index[entry.turn % 2], entry.channels)
@@ -699,7 +690,7 @@ class ZeroCopy:
         self.wait_all()
         head, D, device, n = like_k.shape[:2], like_k.shape[3], self.device, self.layers
         self.blocks = whole_chunks(max(positions // BLOCK, self.blocks * 9 // 8))
-        self._head, self.complete, self.stale = (*head, topk), self.resident >= D, True
+        self.topk, self.complete, self.stale = topk, self.resident >= D, True
         slots = min(max(self.resident, channels), D) if self.resident else channels
         self.planes, self.scratch = [], None  # the old ones are freed first
         held = [[torch.empty(*head, slots, self.blocks * each, dtype=kind, device=device) for kind, each in row_planes(self.row_bits, like_k.dtype)] for _ in range(n if self.resident else 2)]
@@ -745,12 +736,6 @@ class ZeroCopy:
                 new = new.gather(2, self._held[turn].long().clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, new.shape[3]))
             each = new.shape[3]
             plane[..., at * each : (at + 1) * each] = new
-
-    def scratch_for(self, G: int, near: int, ahead: bool) -> sparse_kernels.Scratch:
-        """What the kernels write between scoring and attention, for groups of G query heads and so many blocks of sink and window."""
-        if self.scratch is None:
-            self.scratch = sparse_kernels.Scratch(self._head[:2], G, self.blocks * BLOCK, self._head[2], self.device, near, ahead)
-        return self.scratch
 
     def bring(self, layer: int, entry, q: Tensor, pos: Tensor, stop: int) -> None:
         """Choose channels of the `SparseLayer` `entry` by the query `[B, H, 1, D]` and begin to fetch those of their rows that are not there; with `ahead`, tokens as well."""

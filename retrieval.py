@@ -397,8 +397,12 @@ class SparseLayer:
         return o
 
     def _scratch(self, q: Tensor) -> sparse_kernels.Scratch:
-        near = sparse_kernels.near_blocks(self.sink_size, self.recent) if self.among_all else 0
-        return self.prefetcher.scratch_for(q.shape[1] // self.kmax.shape[1], near, self.ahead)
+        """What the kernels write between scoring and attention; all layers in turn have the same."""
+        p, head = self.prefetcher, self.kmax.shape[:2]
+        if p.scratch is None:
+            near = sparse_kernels.near_blocks(self.sink_size, self.recent) if self.among_all else 0
+            p.scratch = sparse_kernels.Scratch(head, q.shape[1] // head[1], p.blocks * BLOCK, p.topk, q.device, near, self.ahead)
+        return p.scratch
 
     def choose_tokens(self, q: Tensor, rows: sparse_kernels.Rows, pos: Tensor, scale: float) -> None:
         """Have `chosen` be the candidates that matter most to q `[B, H, 1, D]`, the true or the predicted query, by kernels."""
@@ -442,7 +446,8 @@ class SparseLayer:
             self._index = self.channels_for(looks)
             self.prefetcher.prefetch(layer, self.turn, self.store, self._index, begin, stop)
             rows = self.prefetcher.take_rows(layer, self.turn, min(self.channels, self.kmax.shape[2]), stop - begin)
-        scores = approximate_scores(looks, self._index, rows[..., start - begin :], looks_scale)
+        rows = rows[..., start - begin :]
+        scores = approximate_scores(looks, self._index, rows, looks_scale)
         # Sums are estimated from some blocks, which stand for all.
         block = torch.arange(start - begin, stop - begin, device=q.device) // BLOCK
         stride = sparse_kernels.stride((stop - begin) // BLOCK)
@@ -458,11 +463,12 @@ class SparseLayer:
         if self.left:  # those that are kept, ascending, and -1 behind the last
             chosen = torch.where(kept, chosen, stop).sort(-1).values[..., : int(kept.sum(-1).max())]
             chosen = torch.where(chosen == stop, -1, chosen)
-        scores, taken = approximate_scores(q, self._index, rows[..., start - begin :][..., some], scale), taken[..., some]
+        if self.tail:
+            scores = scores[..., some] if looks is q else approximate_scores(q, self._index, rows[..., some], scale)
         self.prefetcher.done_with_rows(self.turn)
         if not self.tail:
             return chosen, None
-        others = scores.masked_fill(taken.unsqueeze(2), float("-inf"))
+        others = scores.masked_fill(taken[..., some].unsqueeze(2), float("-inf"))
         shift = tail_shift(q, scores, others, self.covariance(stop - start), scale) if self.tilt else 0.0
         return chosen, (others.logsumexp(-1).reshape(q.shape[0], q.shape[1], 1) - few, shift)
 

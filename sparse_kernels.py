@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kernels import _encode_blocks, _launch, _wait, _wait_first, tl, triton, usable
 
-BLOCK = 64  # tokens that share a range of a channel row; also the step in which the window's edge moves
+BLOCK = 64  # tokens that move to the host together, and share a range of a channel row; the step in which the window's edge moves
 
 
 # -------------------------------------------------------------------------------------------------------------- channels

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import kernels
-import sparse_kernels
 import offload
+import sparse_kernels
 from attention import causal_attention
 from cache import FullCache, TailorCache
 from generate import Sampling, Stepper, generate

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import kernels
-import sparse_kernels
 import offload
+import sparse_kernels
 from offload import BLOCK, HostStore, Pinner, block_facts, block_sums, largest
 from retrieval import moments_of, statistics
 
