@@ -49,6 +49,7 @@ from cache import CACHES, TailorCache, describe_caches, make_cache, parse_spec
 from calibrate import Plan, known_plan, plan_for
 from generate import Sampler, Sampling, Stepper, _Parser, check_memory, failed, parse_tokens, pick_device, pick_dtype, resolve
 from model import DTYPES, Llama, ModelConfig, find_weights, read_config
+from quant import QuantLayer
 
 _LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
 _LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -186,6 +187,16 @@ class Ours:
     def decode(self, token: Tensor) -> Tensor:
         return self.step(token)
 
+    def again(self, tokens: list[int]) -> int:
+        """Decode the last run's steps once more from its prefill, without a graph; how many of its `tokens`, the prefill's first, come again."""
+        self.cache.crop(self.cache.length - len(tokens) + 1)
+        token = torch.tensor([tokens[:1]], device=self.model.device)
+        self.step = Stepper(self.model, self.cache, Sampler(Sampling(), token, self.model.config.vocab_size), graph=False)
+        for number, expected in enumerate(tokens[1:]):
+            if int(token := self.step(token)) != expected:
+                return number
+        return len(tokens) - 1
+
     def kv_bytes(self) -> dict[str, int]:
         return {tier: sum(parts.values()) for tier, parts in self.cache.nbytes().items()}
 
@@ -265,22 +276,26 @@ def run_once(variant: Ours | Peer, ids: Tensor, steps: int, device: torch.device
     synchronize(device)
     start = time.perf_counter()
     token = variant.prefill(ids, steps)
-    int(token)
+    tokens = [int(token)]
     prefill_s, decode_ms = time.perf_counter() - start, []
     for step in range(steps):
         if step >= 3 and sum(decode_ms) > DECODE_BUDGET_S * 1e3:
             break
         seconds, token = time_step(variant, token)
         decode_ms.append(seconds * 1e3)
+        tokens.append(int(token))
     peak = driver = None
     if device.type == "cuda":  # the allocator gives nothing back in between, so what the driver counts now is its peak, CUDA's own part included
         free, total = torch.cuda.mem_get_info(device)
         peak, driver = torch.cuda.max_memory_reserved(device), total - free
-    return {"prefill_s": prefill_s, "decode_ms": decode_ms, "peak_gpu_bytes": peak, "driver_bytes": driver, "kv_bytes": variant.kv_bytes()}
+    return {"prefill_s": prefill_s, "decode_ms": decode_ms, "peak_gpu_bytes": peak, "driver_bytes": driver, "kv_bytes": variant.kv_bytes(), "tokens": tokens}
 
 
-def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: Llama, least: dict, short_warm_up: bool = False) -> list[dict]:
-    """A row for every variant at N tokens. The variants take turns; one that fails stays out from then on, and costs the others nothing."""
+def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: Llama, least: dict, short_warm_up: bool = False, check: bool = False) -> list[dict]:
+    """A row for every variant at N tokens. The variants take turns; one that fails stays out from then on, and costs the others nothing.
+
+    check: decode the last run's tokens once more without a graph.
+    """
     device, cuda = model.device, model.device.type == "cuda"
     ids = torch.randint(0, model.config.vocab_size, (1, N), generator=torch.Generator().manual_seed(0))
     rows = [{"context": N, "cache": v.name, "peer": isinstance(v, Peer), "status": "ok", "floor": least, "warm_up": None, "runs": []} for v in variants]
@@ -295,6 +310,9 @@ def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: L
                 note = f"prefill {result['prefill_s']:.3f} s, decode {statistics.median(result['decode_ms']):.2f} ms"
                 if turn:
                     row["runs"].append(result)
+                    if check and turn == runs and isinstance(variant, Ours):
+                        row["same_eagerly"] = variant.again(result["tokens"])
+                        note += f"; without a graph {row['same_eagerly']} of {len(result['decode_ms'])} tokens are the same"
                 elif not short:
                     row["warm_up"] = result
             except (RuntimeError, ValueError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
@@ -381,6 +399,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--peer", choices=["transformers"], default=argparse.SUPPRESS, help="measure transformers in the same run (default: off)")
     add("--runs", type=int, default=5, metavar="N", help="runs of each variant, in turns; medians are printed")
     add("--short-warm-up", action="store_true", default=argparse.SUPPRESS, help="warm up with at most 8,192 tokens, where a prefill takes minutes; the first timed one then plans kernels for new shapes (default: the whole length on CUDA, 256 tokens on a CPU)")
+    add("--check", action="store_true", default=argparse.SUPPRESS, help="decode the last run's tokens once more from its prefill, without CUDA graphs, and fail unless they are the same; up to 256 steps (default: off)")
     add("--steps", type=int, default=32, metavar="N", help=f"decode steps a run; fewer, but at least 3, where they take over {DECODE_BUDGET_S:.0f} s")
     add("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1, ...")
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: the checkpoint's own on a GPU, float32 on a CPU")
@@ -401,6 +420,8 @@ def run(args) -> int:
     for name in ("runs", "steps", "threads"):
         if name in args and getattr(args, name) < 1:
             raise ValueError(f"--{name} is {getattr(args, name)}; it must be at least 1")
+    if "check" in args and args.steps > QuantLayer.SLACK:
+        raise ValueError(f"--check with --steps {args.steps}: at most {QuantLayer.SLACK} steps can be taken back to the bit; fewer steps, or no check")
     if "json" in args and (args.json.is_dir() or not os.access(args.json.absolute().parent, os.W_OK)):
         raise ValueError(f"cannot write {args.json}; name a file in a folder that exists and can be written")
     if "threads" in args:
@@ -451,11 +472,12 @@ def run(args) -> int:
     content = {**facts, "arguments": {flag: str(value) for flag, value in vars(args).items()}, "model": {"name": name, "random": folder is None, "dtype": kind, "config": dataclasses.asdict(config)}}
     content |= {"quantised_layers": plan and list(plan.quantised), "peer_logit_difference": difference, "ceiling": ceiling, "rows": []}
     for N, least in floors.items():
-        content["rows"] += (rows := measure(variants, N, args.runs, args.steps, model, least, "short_warm_up" in args))
+        content["rows"] += (rows := measure(variants, N, args.runs, args.steps, model, least, "short_warm_up" in args, "check" in args))
         print(f"\n{table(rows)}", flush=True)
         if "json" in args:  # after every length: an interrupted benchmark keeps what it has
             save(args.json, content)
-    return 1 if any(row["status"].startswith("failed") for row in content["rows"]) else 0
+    differs = any(row["same_eagerly"] < len(row["runs"][-1]["decode_ms"]) for row in content["rows"] if "same_eagerly" in row)
+    return 1 if differs or any(row["status"].startswith("failed") for row in content["rows"]) else 0
 
 
 def main(argv: list[str] | None = None) -> int:

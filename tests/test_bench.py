@@ -107,6 +107,18 @@ def test_a_warm_up_may_be_short(capsys, tmp_path):
     assert next(line for line in out.splitlines() if line.split()[:2] == ["9,000", "full"]).split()[3] == "-"
 
 
+def test_the_same_tokens_without_a_graph(monkeypatch, capsys, tmp_path):
+    """What is timed must be what an eager step computes: a graph that reads what has moved would be fast, and wrong."""
+    path = tmp_path / "speed.json"
+    argv = ("--shape", "tiny", "--lengths", "200", "--cache", "full,tailor:preset=longbench,channels=4,topk=32,dense_below=96", "--check", "--steps", "70", "--device", "cpu", "--json", str(path))
+    code, _, err = run(capsys, *argv, "--runs", "2")
+    assert code == 0 and [row["same_eagerly"] for row in json.loads(path.read_text())["rows"]] == [70, 70] and err.count("70 of 70 tokens are the same") == 2
+    steps, decode = [], bench.Ours.decode
+    monkeypatch.setattr(bench.Ours, "decode", lambda self, token: steps.append(1) or (decode(self, token) + (len(steps) == 2 + 3)) % 97)  # two of the warm-up
+    code, _, err = run(capsys, *argv[:4], "--check", "--steps", "5", "--device", "cpu", "--json", str(path), "--runs", "1")
+    assert code == 1 and json.loads(path.read_text())["rows"][0]["same_eagerly"] == 2 and "2 of 5 tokens" in err
+
+
 def test_variants_take_turns(monkeypatch, capsys):
     """Machines drift: all runs of one variant before the other's would compare two machines."""
     order = []
@@ -208,6 +220,7 @@ def test_bad_input_is_one_sentence(capsys, tmp_path):
         (["--runs", "0"], "--runs is 0"),
         (["--steps", "-1"], "--steps is -1"),
         (["--threads", "0"], "--threads is 0"),
+        (["--check", "--steps", "257"], "at most 256 steps"),
         (["--device", "meta"], "device 'meta' is not available"),
         (["--json", str(tmp_path)], "cannot write"),
         (["--json", str(tmp_path / "no" / "f.json")], "cannot write"),
