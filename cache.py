@@ -33,8 +33,8 @@ from torch import Tensor
 
 from attention import causal_attention
 from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
-from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_facts, whole_chunks
-from quant import BITS, QuantLayer
+from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_facts, round_tokens, whole_chunks
+from quant import BITS, QuantLayer, token_row
 from retrieval import SparseLayer, statistics
 from sparse_kernels import summarises
 
@@ -164,6 +164,7 @@ class KVCache:
         if self._pending:
             self._roll_back()
             self.epoch += 1  # as in begin
+        self._decoding = False
         self._pending = 1  # until all is done, so that the next call undoes or completes what an interrupt leaves
         self._forget(n)
         self.length = n
@@ -449,6 +450,7 @@ class TailorConfig:
     correct: bool = True  # add the mean error of the coded values back
     centre: int = 1024  # first tokens whose mean value is subtracted before coding; 0: none
     row_bits: int = 4  # of the critical channels' rows: 2, 4, 8 or 16
+    token_bits: int = 16  # of sparse layers' K and V once they have left the window: 16, or 8 (rounded; half the host's memory and of what a fetch reads)
     tail: bool = True  # give unfetched attention mass to the mean value
     tilt: bool = True  # with the tail: let that value follow the query
     aggregation: str = "all"  # "authors": average a group's queries with sign; "mean": |q| for channels, softmax for tokens; "all": that over sink and window too
@@ -484,7 +486,7 @@ class TailorConfig:
         if self.left and self.aggregation != "all":
             raise ValueError(f"left is {self.left} and aggregation {self.aggregation!r}; a share of all attention is known with aggregation=all")
         levels = ("minmax", "lloyd")
-        for name, choices in (("aggregation", ("authors", "mean", "all")), ("norm", ("previous", "own")), ("prefetch", ("auto", "thread", "uva")), ("k_levels", levels), ("v_levels", levels), ("row_bits", (2, 4, 8, 16))):
+        for name, choices in (("aggregation", ("authors", "mean", "all")), ("norm", ("previous", "own")), ("prefetch", ("auto", "thread", "uva")), ("k_levels", levels), ("v_levels", levels), ("row_bits", (2, 4, 8, 16)), ("token_bits", (8, 16))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it is {' or '.join(map(str, choices))}")
 
@@ -498,7 +500,7 @@ def make_layer(options: TailorConfig, pinner: Pinner | None = None, prefetcher: 
     o = options
     if prefetcher is None:
         return QuantLayer(o.bits, o.group, o.residual, (o.k_levels, o.v_levels), o.correct, o.centre)
-    return SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation, o.tail, pinner, prefetcher, turn, o.tilt, o.left, o.least, o.ahead)
+    return SparseLayer(o.sink, o.recent, o.channels, o.topk, o.aggregation, o.tail, pinner, prefetcher, turn, o.tilt, o.left, o.least, o.ahead, o.token_bits)
 
 
 class TailorCache(KVCache):
@@ -564,7 +566,7 @@ class TailorCache(KVCache):
         if zero_copy is None:
             zero_copy = o.prefetch != "thread" and usable(device) and (self._cuda or o.prefetch == "uva")
         if zero_copy:
-            return ZeroCopy(device, o.row_bits, 0 if o.static else o.resident, len(self._sparse), o.ahead)
+            return ZeroCopy(device, o.row_bits, 0 if o.static else o.resident, len(self._sparse), o.ahead, o.token_bits)
         if o.prefetch == "uva":
             raise ValueError(f"prefetch=uva needs a GPU with Triton, and host memory that can be pinned; {device} does not offer it, prefetch=thread works anywhere")
         return Prefetcher(device, o.row_bits)
@@ -674,7 +676,7 @@ class TailorCache(KVCache):
         start = starts.pop()
         skip = max(self.options.sink - start, 0)
         # All layers' blocks at once, since a launch takes longer than the work for one: [layers * B, KV, 64, D].
-        k, v = (torch.cat(x) for x in zip(*(layer.block(start) for layer in sparse)))
+        k, v = round_tokens(*(torch.cat(x) for x in zip(*(layer.block(start) for layer in sparse))), self.options.token_bits)
         if skip < BLOCK:
             found = statistics(k[:, :, skip:], v[:, :, skip:], self.options.tail, self.options.tail and self.options.tilt)
             parts = [x.chunk(len(sparse)) if x is not None else [None] * len(sparse) for x in found]
@@ -1004,9 +1006,9 @@ def layer_account(options: TailorConfig, quantised: bool, kv_heads: int, head_di
     rows, shared = (0 if o.resident >= D else min(o.channels, D) * sent), 2 * min(o.channels, D) * row
     if o.resident:  # at most so many bytes are sent: those of channels that are not there
         held, shared = held + min(o.resident, D) * row, 0
-    token = 2 * D * itemsize
+    token = token_row(D, D, o.token_bits, torch.uint8)[1] * (itemsize if o.token_bits == 16 else 1)
     stored = edge * token + edge // BLOCK * D * (block + itemsize + 4)  # K and V; rows, maxima, sums of V
-    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": shared, "fetched": o.topk * token}
+    found = {"gpu": held, "pcie": rows + min(o.topk, edge) * token, "host": stored, "rows": shared, "fetched": o.topk * 2 * D * itemsize}
     return {name: kv_heads * size for name, size in found.items()}
 
 
@@ -1084,7 +1086,7 @@ def _read_saved(path: str | Path) -> tuple[dict, dict[str, Tensor]]:
     if not isinstance(about, dict):
         raise ValueError(f"{path} cannot be read as a saved cache: its metadata is damaged")
     if about.get("cache") == "TailorCache" and isinstance(about.get("options"), dict):
-        about["options"].setdefault("ahead", False)  # files from before there was a choice
+        about["options"] = {"ahead": False, "token_bits": 16, **about["options"]}  # files from before there was a choice
     return about, stored
 
 

@@ -401,8 +401,7 @@ class _Trial:
                 outputs.append(entry.attend(q[:, :, one], k[:, :, one], v[:, :, one], scale, length, pos))
                 continue
             if (first := entry.leaving(length)) is not None:
-                entry.count_tokens(*entry.block(first), first)
-                entry.store.write(first, *entry.block(first))
+                entry.send(first, *entry.block(first))
             if k.device.type == "cuda":
                 torch.cuda.synchronize(k.device)  # the host's rows are there
             if self.foreseen is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory for sparsity-friendly layers: where K and V live, how they get there, and how rows come back ahead of need.
 
-* `HostStore`: one layer's K, V and channel rows (K transposed, in 16 bits or fewer) in slabs of host memory, pinned where there is CUDA, so that the GPU's copy
+* `HostStore`: one layer's K, V (in 16 bits or 8) and channel rows (K transposed, in 16 bits or fewer) in slabs of host memory, pinned where there is CUDA, so that the GPU's copy
   engines can reach them. A slab is as large as the call that needs it, later ones a fortieth of what is stored: at most
   2.5 % stands empty, and growth copies nothing.
 * `Prefetcher`: one background thread that gathers rows on the CPU into pinned staging buffers and copies them to the GPU on
@@ -23,12 +23,46 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
 import sparse_kernels
-from quant import dequantise, pack, quantise, unpack
+from quant import SHARED, decode_shared, dequantise, encode_shared, pack, quantise, token_row, unpack
 from sparse_kernels import BLOCK
+
+# ------------------------------------------------------------------------------------------------------------- tokens
+
+
+def encode_tokens(k: Tensor, v: Tensor, bits: int) -> Tensor:
+    """Rows `[..., T, width]` of `k [..., T, D]` and `v [..., T, Dv]`, see `quant.token_row`."""
+    if bits == 16:
+        return torch.cat((k, v), -1)
+    if by_kernels(k, v):
+        return sparse_kernels.encode_tokens(k, v)
+    _, width = token_row(k.shape[-1], v.shape[-1], bits, k.dtype)
+    (k, k_exponents), (v, v_exponents) = encode_shared(k), encode_shared(v)
+    row = torch.cat((k, v, k_exponents, v_exponents), -1)
+    return F.pad(row, (0, width - row.shape[-1]))
+
+
+def decode_tokens(rows: Tensor, D: int, Dv: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V of rows `[..., width]`: at 16 bits views of them."""
+    if bits == 16:
+        return rows[..., :D], rows[..., D:]
+    at, blocks, v_blocks = D + Dv, -(-D // SHARED), -(-Dv // SHARED)
+    k, v = decode_shared(rows[..., :D], rows[..., at : at + blocks], dtype), decode_shared(rows[..., D:at], rows[..., at + blocks : at + blocks + v_blocks], dtype)
+    return k, v
+
+
+def round_tokens(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """What will be read once `k [B, KV, T, D]` and `v [B, KV, T, Dv]` have been stored with so many bits."""
+    if bits == 16:
+        return k, v
+    if by_kernels(k, v):
+        return sparse_kernels.round_shared(k), sparse_kernels.round_shared(v)
+    return tuple(decode_shared(*encode_shared(x), x.dtype) for x in (k, v))
+
 
 # ---------------------------------------------------------------------------------------------------- channel rows
 
@@ -176,15 +210,15 @@ class Pinner:
 class Slab:
     """Positions start .. start + size - 1 of one layer: K, V, channel rows, and, a block, the largest |K| and the sum of V."""
 
-    def __init__(self, pinner: Pinner, start: int, size: int, like_k: Tensor, like_v: Tensor, row_bits: int, later: bool = False):
+    def __init__(self, pinner: Pinner, start: int, size: int, like_k: Tensor, like_v: Tensor, row_bits: int, token_bits: int = 16, later: bool = False):
         """`later`: see `Pinner.take`."""
         head, D, Dv, dtype = like_k.shape[:2], like_k.shape[3], like_v.shape[3], like_k.dtype
-        self.start, self.size = start, size
+        self.start, self.size, self.D, self.Dv, self.bits, self.dtype = start, size, D, Dv, token_bits, dtype
         # Side by side, so that a token's K and V are one piece: read in place, they cost a GPU one walk through its page tables instead of two
         # (one H200, 1,024 tokens out of 16 GiB: 13 us instead of 42).
         take = functools.partial(pinner.take, *head, later=later)
-        self.kv, ready_kv = take(size, D + Dv, dtype=dtype)
-        self.k, self.v = self.kv[..., :D], self.kv[..., D:]
+        kind, width = token_row(D, Dv, token_bits, dtype)
+        self.kv, ready_kv = take(size, width, dtype=kind)
         self.kmax, ready_kmax = take(size // BLOCK, D, dtype=dtype)
         self.vsum, ready_vsum = take(size // BLOCK, Dv, dtype=torch.float32)
         planes = [take(D, size // BLOCK * each, dtype=kind) for kind, each in row_planes(row_bits, dtype)]
@@ -203,7 +237,11 @@ class Slab:
 
     def tensors(self) -> dict[str, Tensor]:
         rows = dict(zip(("channel rows", "channel ranges"), self.rows))
-        return {"k": self.k, "v": self.v, **rows, "k maxima": self.kmax, "v sums": self.vsum}
+        return {"k and v": self.kv, **rows, "k maxima": self.kmax, "v sums": self.vsum}
+
+    def tokens(self, first: int, last: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """K and V `[B, KV, n, D]` of rows first .. last - 1, decoded on the device, if one is given."""
+        return decode_tokens(self.kv[:, :, first:last].to(device or self.kv.device), self.D, self.Dv, self.bits, self.dtype)
 
     def facts(self, first: int, last: int) -> list[Tensor]:
         """What is kept of the blocks with rows first .. last - 1 beside K and V, in the order of `block_facts`."""
@@ -215,10 +253,7 @@ class Slab:
         """The same memory as tensors of the device, which reads and writes it in place. It must be pinned."""
         if self._aliases is None:
             self.wait()
-            held = self.tensors()
-            kv = alias(self.kv, device)
-            views = {"k": kv[..., : self.k.shape[3]], "v": kv[..., self.k.shape[3] :]}
-            self._aliases = {name: views[name] if name in views else alias(tensor, device) for name, tensor in held.items()}
+            self._aliases = {name: alias(tensor, device) for name, tensor in self.tensors().items()}
         return self._aliases
 
 
@@ -240,16 +275,16 @@ def alias(tensor: Tensor, device: torch.device) -> Tensor:
 class HostStore:
     """One layer's K and V in host memory, positions 0 .. length - 1, always whole blocks.
 
-    Host bytes, with S the sum of the slabs' sizes: K `B * KV * S * D * itemsize`, V `B * KV * S * Dv * itemsize`; channel rows
+    Host bytes, with S the sum of the slabs' sizes: K and V `B * KV * S * (D + Dv) * itemsize`, or at 8 bits `B * KV * S * width`, see `quant.token_row`; channel rows
     as K at 16 bits, else codes `B * KV * S * D * row_bits / 8` and ranges `B * KV * S / 64 * D * 4`; maxima `B * KV * S / 64 *
     D * itemsize`, sums of V `B * KV * S / 64 * Dv * 4`. `write` takes some 100 MiB of the GPU, for as long as it runs.
     """
 
     HELD = 96 << 20  # bytes on the GPU of what `write` computes at a time
-    PIECE = 1 << 15  # tokens of a head whose K and V it puts side by side at a time
+    PIECE = 1 << 15  # tokens of a head whose K and V it puts side by side, or `read` takes apart, at a time
 
-    def __init__(self, pinner: Pinner, row_bits: int = 16):
-        self.pinner, self.row_bits = pinner, row_bits
+    def __init__(self, pinner: Pinner, row_bits: int = 16, token_bits: int = 16):
+        self.pinner, self.row_bits, self.token_bits = pinner, row_bits, token_bits
         self.slabs: list[Slab] = []
         self._table: Tensor | None = None
         self._listed = 0  # slabs that are in it
@@ -264,7 +299,7 @@ class HostStore:
             size = length - start
             if not exact:
                 size = max(size, 4 * BLOCK, start // 40 // BLOCK * BLOCK)
-            self.slabs.append(Slab(self.pinner, start, size, like_k, like_v, self.row_bits, later=exact))
+            self.slabs.append(Slab(self.pinner, start, size, like_k, like_v, self.row_bits, self.token_bits, later=exact))
 
     def parts(self, start: int, stop: int):
         """The slabs that hold positions start .. stop - 1: `(slab, first, last)` with rows counted inside the slab."""
@@ -273,8 +308,8 @@ class HostStore:
             if first < last:
                 yield slab, first, last
 
-    def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        """Copy block-aligned `k, v [B, KV, n * 64, D]`, in any memory, to positions from `start`; on CUDA, in the current stream.
+    def write(self, start: int, k: Tensor, v: Tensor, head: int = 0) -> None:
+        """Copy block-aligned `k, v [B, heads, n * 64, D]`, in any memory and rounded (`round_tokens`), to positions from `start` of the heads from `head`; on CUDA, in the current stream.
 
         K and V go head by head, a piece at a time, so that every copy is of contiguous memory on both sides and therefore one DMA
         transfer; what is computed of them, for as many heads at a time as `HELD` bytes allow.
@@ -286,14 +321,13 @@ class HostStore:
             facts = slab.facts(first, last)
             step = max(1, self.HELD // sum(x[:, 0].nbytes for x in facts)) if fast else 1
             for h in range(0, k.shape[1], step):
-                heads = slice(h, h + step)
-                for target, source in zip(facts, block_facts(k[:, heads, rows], v[:, heads, rows], self.row_bits, fast)):
-                    copy_pieces(target[:, heads], source)
+                for target, source in zip(facts, block_facts(k[:, h : h + step, rows], v[:, h : h + step, rows], self.row_bits, fast)):
+                    copy_pieces(target[:, head + h : head + h + source.shape[1]], source)
             for b in range(k.shape[0]):
                 for h in range(k.shape[1]):
-                    pieces = (x.split(self.PIECE) for x in (slab.kv[b, h, first:last], k[b, h, rows], v[b, h, rows]))
+                    pieces = (x[b : b + 1, i : i + 1].split(self.PIECE, 2) for x, i in ((slab.kv[:, :, first:last], head + h), (k[:, :, rows], h), (v[:, :, rows], h)))
                     for target, *pair in zip(*pieces):
-                        target.copy_(torch.cat(pair, 1), non_blocking=True)
+                        target.copy_(encode_tokens(*pair, self.token_bits), non_blocking=True)
 
     def table(self, device: torch.device) -> Tensor:
         """The slabs as kernels need them, see `kernels`, with room for more to come: a new slab changes its content, not its place."""
@@ -302,7 +336,8 @@ class HostStore:
         if self._listed < len(self.slabs):
             entries = [[len(self.slabs), 0, 0, 0, 0, 0]]
             for slab in self.slabs:
-                addresses = [x.data_ptr() for x in (slab.on_device(device)[name] for name in slab.tensors() if name not in ("k maxima", "v sums"))]
+                tokens, *rows = (x for name, x in slab.on_device(device).items() if name not in ("k maxima", "v sums"))
+                addresses = [tokens.data_ptr(), tokens[..., slab.D :].data_ptr(), *(x.data_ptr() for x in rows)]
                 entries.append([slab.start, slab.size, *addresses, *[0] * (4 - len(addresses))])
             self._table[: len(entries)] = torch.tensor(entries)
             self._listed = len(self.slabs)
@@ -315,8 +350,7 @@ class HostStore:
         """
         slab = next(slab for slab in self.slabs if slab.start <= start < slab.start + slab.size)
         held, at = slab.on_device(k.device), start - slab.start
-        held["k"][:, :, at : at + BLOCK] = k
-        held["v"][:, :, at : at + BLOCK] = v
+        held["k and v"][:, :, at : at + BLOCK] = encode_tokens(k, v, self.token_bits)
         held["k maxima"][:, :, at // BLOCK] = largest
         held["v sums"][:, :, at // BLOCK] = total
         for name, plane in zip(("channel rows", "channel ranges"), planes):
@@ -327,11 +361,13 @@ class HostStore:
         """Copy positions start .. stop - 1 into the same positions of `k, v [B, KV, >= stop, D]`; on CUDA, in the current stream."""
         for slab, first, last in self.parts(start, stop):
             slab.wait()
-            rows = slice(slab.start + first, slab.start + last)
             for b in range(k.shape[0]):
                 for h in range(k.shape[1]):
-                    both = slab.kv[b, h, first:last].to(k.device, non_blocking=True)
-                    k[b, h, rows], v[b, h, rows] = both[:, : k.shape[3]], both[:, k.shape[3] :]
+                    for at in range(first, last, self.PIECE):
+                        end = min(at + self.PIECE, last)
+                        rows = slice(slab.start + at, slab.start + end)
+                        both = slab.kv[b, h, at:end].to(k.device, non_blocking=True)
+                        k[b, h, rows], v[b, h, rows] = decode_tokens(both, k.shape[3], v.shape[3], self.token_bits, k.dtype)
 
     def gather_channels(self, index: Tensor, start: int, stop: int, out: list[Tensor]) -> None:
         """Channel rows `index [B, KV, C]` of positions start .. stop - 1, whole blocks, into planes `out`, each `[B, KV, C, n]`."""
@@ -347,13 +383,15 @@ class HostStore:
 
     def gather_tokens(self, index: Tensor, k: Tensor, v: Tensor) -> None:
         """Rows of K and V at ascending positions `index [B, KV, K]`, into `k, v [B, KV, K, D]`."""
+        kind, width = token_row(k.shape[3], v.shape[3], self.token_bits, k.dtype)
+        rows = torch.empty(*index.shape, width, dtype=kind)
         for b in range(index.shape[0]):
             for h in range(index.shape[1]):
                 for slab in self.slabs:  # ascending, so a slab's share is one run
                     run = slice(*torch.searchsorted(index[b, h], torch.tensor([slab.start, slab.start + slab.size])).tolist())
-                    rows = index[b, h, run] - slab.start
-                    torch.index_select(slab.k[b, h], 0, rows, out=k[b, h, run])
-                    torch.index_select(slab.v[b, h], 0, rows, out=v[b, h, run])
+                    torch.index_select(slab.kv[b, h], 0, index[b, h, run] - slab.start, out=rows[b, h, run])
+        for target, source in zip((k, v), decode_tokens(rows, k.shape[3], v.shape[3], self.token_bits, k.dtype)):
+            target.copy_(source)
 
     def channel_maxima(self, start: int, stop: int) -> Tensor | None:
         """The largest |K| of each channel over positions start .. stop - 1, `[B, KV, D]` on the host; stop a multiple of 64, None if empty.
@@ -364,7 +402,7 @@ class HostStore:
         for slab, first, last in self.parts(start, stop):
             whole = -(-first // BLOCK)
             if first % BLOCK:
-                found.append(largest(slab.k[:, :, first : whole * BLOCK]))
+                found.append(largest(slab.tokens(first, whole * BLOCK)[0]))
             if whole < last // BLOCK:
                 found.append(slab.kmax[:, :, whole : last // BLOCK].amax(2))
         return torch.stack(found).amax(0) if found else None
@@ -374,7 +412,7 @@ class HostStore:
         found = []
         for slab, first, last in self.parts(start, stop):
             whole = -(-first // BLOCK)
-            found.append(slab.v[:, :, first : whole * BLOCK].sum(2, dtype=torch.float64))
+            found.append(slab.tokens(first, whole * BLOCK)[1].sum(2, dtype=torch.float64))
             found.append(slab.vsum[:, :, whole : last // BLOCK].sum(2, dtype=torch.float64))
         return torch.stack(found).sum(0) if found else None
 
@@ -662,18 +700,20 @@ class ZeroCopy:
 
     With `ahead` tokens are chosen and fetched there as well, behind the rows.
 
+    Tokens of 8 bits are always fetched to a buffer, so that attention reads 16 bits.
+
     GPU bytes, with P the positions of whole chunks of 1,024 and r = row_bits / 8 + 4 / 64 (itemsize at 16 bits): rows `2 * B * KV * C * P * r`, or
     `B * KV * R * P * r` and slot tables `B * KV * R * 12` a sparse layer; index tables `B * KV * C * 12` a sparse layer; `sparse_kernels.Scratch`; with
-    `ahead` fetched tokens `B * KV * K * (D + Dv) * itemsize`, twice where a query is foreseen before the layer before has attended. Nothing on the host.
+    `ahead` or 8 bits fetched tokens `B * KV * K * (D + Dv) * itemsize`, twice where a query is foreseen before the layer before has attended. Nothing on the host.
     """
 
-    def __init__(self, device: torch.device, row_bits: int = 16, resident: int = 0, layers: int = 1, ahead: bool = False):
+    def __init__(self, device: torch.device, row_bits: int = 16, resident: int = 0, layers: int = 1, ahead: bool = False, token_bits: int = 16):
         """`layers`: how many sparse layers there are."""
-        self.device, self.row_bits, self.resident, self.layers, self.ahead = device, row_bits, resident, layers, ahead
+        self.device, self.row_bits, self.resident, self.layers, self.ahead, self.token_bits = device, row_bits, resident, layers, ahead, token_bits
         self.cuda = device.type == "cuda"
         # What the decoder's matrices leave of the GPU is little; where both wait for room, it is this that must be ready in time.
         self.stream = torch.cuda.Stream(device, priority=-1) if self.cuda else None
-        self.tokens: list[tuple[Tensor, Tensor]] = []  # with `ahead`: fetched K and V [B, KV, K, D]; pairs that layers take in turn
+        self.tokens: list[tuple[Tensor, Tensor]] = []  # with `ahead` or 8 bits: fetched K and V [B, KV, K, D]; with `ahead` pairs that layers take in turn
         self._pair: dict[int, int] = {}  # which of them each layer has, by its turn
         self._newest = 0  # which of them was taken last
         self.planes: list[list[Tensor]] = []  # of each sparse layer
@@ -705,7 +745,7 @@ class ZeroCopy:
         else:
             self._slot = [None] * n  # row i is the i-th channel's
         self._written, self._fetched = ([Event(device) for _ in range(n)] for _ in range(2))
-        if self.ahead and not self.tokens:
+        if (self.ahead or self.token_bits < 16) and not self.tokens:
             self.tokens = [tuple(torch.empty(*head, topk, x.shape[3], dtype=x.dtype, device=device) for x in (like_k, like_v))]
         self.planes = [held[turn % len(held)] for turn in range(n)]  # last: who sees them finds the others too, whenever an interrupt came
         return True
@@ -761,7 +801,7 @@ class ZeroCopy:
             self._written[turn].record()
             if entry.ahead:
                 entry.look(rows, pos)
-                sparse_kernels.fetch_tokens(table, entry.chosen, *self.tokens[self._pair[turn]])
+                sparse_kernels.fetch_tokens(table, entry.chosen, *self.tokens[self._pair[turn]], self.token_bits)
                 self._fetched[turn].record()
 
     def _tables(self, entry) -> list[Tensor]:
@@ -785,11 +825,15 @@ class ZeroCopy:
         """Nothing to do, see `bring`."""
 
     def tokens_of(self, entry, count: int, rows: sparse_kernels.Rows, pos: Tensor) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """For `sparse_kernels.gather_attention`: the slab table, through which it reads the rows itself; with `ahead`, the rows, once they are there."""
+        """For `sparse_kernels.gather_attention`: the slab table, through which it reads the rows itself; with `ahead`, the rows, once they are there; of 8 bits, the rows."""
         if entry.ahead:
             self._fetched[entry.turn].wait()
             return None, self.tokens[self._pair[entry.turn]]
-        return entry.store.table(self.device), None
+        table = entry.store.table(self.device)
+        if self.token_bits == 16:
+            return table, None
+        sparse_kernels.fetch_tokens(table, entry.chosen, *self.tokens[0], self.token_bits)
+        return None, self.tokens[0]
 
     def wait_all(self) -> None:
         self._brought.clear()

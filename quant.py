@@ -28,6 +28,7 @@ from torch import Tensor
 import kernels
 
 BITS = (1, 2, 4, 8)
+SHARED = 32  # elements that share an exponent in `encode_shared`
 
 
 # ------------------------------------------------------------------------------------------------------------- codes
@@ -122,6 +123,54 @@ def dequantise(codes: Tensor, scale: Tensor, zero: Tensor, group: int) -> Tensor
     n = codes.shape[-1]
     padded = F.pad(codes, (0, -n % group)).unflatten(-1, (-1, group)).float()
     return torch.addcmul(zero.float().unsqueeze(-1), padded, scale.float().unsqueeze(-1)).flatten(-2)[..., :n]
+
+
+def shared_range(dtype: torch.dtype) -> tuple[int, int]:
+    """Exponents of `encode_shared` with which every decoded number is exact in this dtype."""
+    return (-24, 9) if dtype == torch.float16 else (-120, 121)
+
+
+def encode_shared(x: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit integers whose power of two is shared by `SHARED` elements: what the Microscaling Formats of OCP (1.0, 2023) call MXINT8.
+
+    Decoded, they are numbers of 7 bits, which bfloat16 and float16 hold exactly. So rounding to this format happens once: what has been
+    decoded is encoded to the same bytes again.
+
+    Args:
+        x: `[..., n]`, any float dtype.
+
+    Returns:
+        `(codes [..., n] int8, exponents [..., ceil(n / 32)] int8)`. Exponent 127 marks a block with a number that is not finite; all of it decodes to NaN.
+    """
+    n = x.shape[-1]
+    blocks = F.pad(x.float(), (0, -n % SHARED)).unflatten(-1, (-1, SHARED))
+    most = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1).clamp(max=0x7F800000)  # as integers magnitudes keep their order, and NaN is the largest
+    finite = most < 0x7F800000
+    # The least exponent with which the largest element rounds to at most 127: elements below 127.5 do, and 2^6 * 1.9921875 is that.
+    exponent = (((most + 0x10000) >> 23) - 133).clamp(*shared_range(x.dtype))
+    codes = (blocks * _power_of_two(-exponent).unsqueeze(-1)).round().clamp(-127, 127)
+    codes = torch.where(finite.unsqueeze(-1), codes, 0.0).to(torch.int8)
+    return codes.flatten(-2)[..., :n], torch.where(finite, exponent, 127).to(torch.int8)
+
+
+def decode_shared(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `encode_shared`: `[..., n]`."""
+    n = codes.shape[-1]
+    step = torch.where(exponents == 127, float("nan"), _power_of_two(exponents.int()))
+    return (F.pad(codes, (0, -n % SHARED)).unflatten(-1, (-1, SHARED)) * step.unsqueeze(-1)).flatten(-2)[..., :n].to(dtype)
+
+
+def token_row(D: int, Dv: int, bits: int, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """How a token's K and V are stored, side by side: the dtype, and how many elements a row has.
+
+    At 16 bits as they are. At 8 the codes of both, then the exponents of both (`encode_shared`), filled up to a multiple of 8 bytes.
+    """
+    return (dtype, D + Dv) if bits == 16 else (torch.int8, -(-(D + Dv + -(-D // SHARED) + -(-Dv // SHARED)) // 8) * 8)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float32, -126 to 127, int32: exact, as a power need not be."""
+    return ((exponent.clamp(max=121) + 127) << 23).view(torch.float32)
 
 
 def decode_blocks(codes: list[Tensor], ranges: list[Tensor], first: int, last: int, bits: int, group: int, width: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,8 @@ For a decode step at layer l,
     h. nor this: with `tilt`, that value follows the query. See `tail_shift`.
 
 The sink is the first `sink` tokens. The window is the newest `recent` tokens, its old end rounded down to a multiple of 64
-(`recent` to `recent + 63` tokens): behind that edge tokens live on the host, and all of them but the sink are candidates.
+(`recent` to `recent + 63` tokens): behind that edge tokens live on the host, and all of them but the sink are candidates. With `token_bits` 8
+they are rounded when they pass it (`quant.encode_shared`), once and for all: what is stored, scored, counted and read is the rounded token.
 
 Where the authors' code differs from the better choice, both are here. `aggregation` "authors" averages the G queries of a group
 with sign, so that opposite heads cancel; otherwise |q| is averaged for channels, and for tokens the softmaxes, over the candidates
@@ -39,7 +40,7 @@ from torch import Tensor
 import kernels
 import sparse_kernels
 from attention import merge_attention, small_attention
-from offload import BLOCK, HostStore, Pinner, Prefetcher, ZeroCopy, block_sums, largest
+from offload import BLOCK, HostStore, Pinner, Prefetcher, ZeroCopy, block_sums, largest, round_tokens
 from quant import Ring
 
 # ------------------------------------------------------------------------------------------------------- the choice
@@ -201,12 +202,12 @@ class SparseLayer:
 
     def __init__(
         self, sink: int, recent: int, channels: int, topk: int, aggregation: str, tail: bool, pinner: Pinner, prefetcher: Prefetcher | ZeroCopy, turn: int, tilt: bool = False,
-        left: float = 0.0, least: int = 0, ahead: bool = False,
+        left: float = 0.0, least: int = 0, ahead: bool = False, token_bits: int = 16,
     ):  # fmt: skip
         """`turn`: this layer's place among the sparse layers, which decides its row buffer. For the others see `TailorConfig`."""
         self.sink_size, self.recent, self.channels, self.topk, self.tail, self.turn = sink, recent, channels, topk, tail, turn
         self.authors, self.among_all, self.left, self.least, self.ahead = aggregation == "authors", aggregation == "all", left, least, ahead
-        self.store, self.prefetcher = HostStore(pinner, prefetcher.row_bits), prefetcher
+        self.store, self.prefetcher = HostStore(pinner, prefetcher.row_bits, token_bits), prefetcher
         self.tilt = tilt and tail
         self.ring: Ring | None = None
         self.static: Tensor | None = None  # [KV, C]: channels chosen offline, for the paper's ablation
@@ -264,13 +265,21 @@ class SparseLayer:
         for held, new in found:
             held.zero_() if new is None else held.copy_(new)
 
-    def count_tokens(self, k: Tensor, v: Tensor, start: int) -> None:
-        """Take `k, v [B, KV, T, D]`, positions from `start`, into the candidates' maxima and sums; the sink is none of them.
+    def send(self, start: int, k: Tensor, v: Tensor) -> None:
+        """Store whole blocks `k, v [B, KV, n * 64, D]`, positions from `start`, on the host, rounded to its bits, and count them as candidates.
 
-        Its keys are outliers of their own: counted, they would decide the channels at every step.
+        The sink is none of them: its keys are outliers of their own, and would decide the channels at every step.
         """
-        if (skip := max(self.sink_size - start, 0)) < k.shape[2]:
-            self.count(*statistics(k[:, :, skip:], v[:, :, skip:], self.tail, self.tilt))
+        bits, skip, found = self.store.token_bits, max(self.sink_size - start, 0), []
+        step = k.shape[1] if bits == 16 else 1  # rounded tokens are copies: a head at a time
+        for head in range(0, k.shape[1], step):
+            pair = round_tokens(k[:, head : head + step], v[:, head : head + step], bits)
+            self.store.write(start, *pair, head)
+            if skip < k.shape[2]:
+                found.append(statistics(*(x[:, :, skip:] for x in pair), self.tail, self.tilt))
+            del pair  # before there is a next one
+        if found:
+            self.count(*(torch.cat(parts, 1) if parts[0] is not None else None for parts in zip(*found)))
 
     def count(self, most: Tensor, total: Tensor | None, moments: Tensor | None) -> None:
         """Take the `statistics` of new candidates into those of all."""
@@ -292,8 +301,7 @@ class SparseLayer:
         self.put_sink(old, k[:, :, old:], v[:, :, old:])
         first, last = self.edge(old), self.edge(new)
         if last > first:
-            self.store.write(first, k[:, :, first:last], v[:, :, first:last])
-            self.count_tokens(k[:, :, first:last], v[:, :, first:last], first)
+            self.send(first, k[:, :, first:last], v[:, :, first:last])
         self.ring.write(old, k[:, :, old:], v[:, :, old:])
 
     def history(self, k: Tensor, v: Tensor, length: int) -> None:
@@ -476,7 +484,7 @@ class SparseLayer:
 
     def crop(self, old: int, new: int) -> None:
         """Forget positions new .. old - 1; the window of `new` tokens comes back from the host."""
-        edge, missing = self.edge(new), min(self.edge(old), new)
+        edge, missing = self.edge(new), min(self.edge(old), new, self.ring.start)  # a block's length back, the ring has it all
         self._counted = -1
         if self.tilt:
             self._uncount(max(edge, self.sink_size), self.edge(old))
@@ -500,7 +508,7 @@ class SparseLayer:
             slab.wait()
             while first < last:
                 cut = min((first // 4096 + 1) * 4096, last)
-                yield tuple(x[:, :, first:cut].to(self.kmax.device) for x in (slab.k, slab.v))
+                yield slab.tokens(first, cut, self.kmax.device)
                 first = cut
 
     def roll_back(self, length: int) -> None:
@@ -518,7 +526,7 @@ class SparseLayer:
         if self.tilt:
             found["moments"] = self.moments
         for i, (slab, first, last) in enumerate(self.store.parts(0, edge)):
-            found |= {f"host.k.{i}": slab.k[:, :, first:last], f"host.v.{i}": slab.v[:, :, first:last]}
+            found |= dict(zip((f"host.k.{i}", f"host.v.{i}"), slab.tokens(first, last)))
         return found
 
     def restore(self, tensors: dict[str, Tensor], length: int) -> None:

@@ -8,6 +8,7 @@
     fetch_tokens       their K and V, read in place from the host, where there is time before they are needed
     gather_attention   attention over sink, chosen tokens (read in place from the host) and window, with the tail
     encode_channels    before all that: the channel rows of blocks on their way to the host, in the twin's bytes
+    encode_tokens      ... their K and V in 8 bits (round_shared: what is left of them)
     block_statistics   their largest |K| and sums of V
     moments            and their products of K and V
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels import _encode_blocks, _launch, _wait, _wait_first, tl, triton, usable
+from quant import SHARED, shared_range, token_row
 
 BLOCK = 64  # tokens that move to the host together, and share a range of a channel row; the step in which the window's edge moves
 
@@ -826,7 +828,24 @@ def _on_host(table, head, p, valid, width, TILE: tl.constexpr, WIDTH: tl.constex
 
 
 @triton.jit
-def _fetch_tokens_kernel(table, chosen, k, v, K, rows, D, DV, TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr):
+def _from_shared(at, exponents, valid, D, N: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr):
+    """Numbers, float32 `[tokens, N, SHARED]`, whose codes are at the addresses `at`, and whose exponents so many bytes behind them; and which of them there are."""
+    block, i = tl.arange(0, N), tl.arange(0, SHARED)
+    d = block[:, None] * SHARED + i[None, :]
+    mask = valid[:, None, None] & (d < D)[None, :, :]
+    at = tl.multiple_of(at.to(tl.pointer_type(tl.int8)), ALIGN)
+    codes = tl.load(at[:, None, None] + d[None, :, :], mask=mask, other=0)
+    exponent = tl.load((at + exponents)[:, None] + block[None, :], mask=valid[:, None] & (block * SHARED < D)[None, :], other=0).to(tl.int32)
+    step = tl.where(exponent == 127, float("nan"), ((tl.minimum(exponent, 121) + 127) << 23).to(tl.float32, bitcast=True))
+    return codes.to(tl.float32) * step[:, :, None], d, mask
+
+
+@triton.jit
+def _fetch_tokens_kernel(
+    table, chosen, k, v, K, rows, D, DV, width,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SHARED: tl.constexpr, ALIGN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SHARED: how many numbers share an exponent; 0: they are as attention takes them."""
     head = tl.program_id(0).to(tl.int64)
     _wait(PDL)
     kind = k.dtype.element_ty
@@ -835,12 +854,19 @@ def _fetch_tokens_kernel(table, chosen, k, v, K, rows, D, DV, TILE: tl.constexpr
         n = tile * TILE + tl.arange(0, TILE).to(tl.int64)
         p = tl.load(chosen + head * K + n, mask=n < K, other=-1).to(tl.int64)
         valid = p >= 0
-        at_k, at_v = _on_host(table, head, p, valid, (D + DV) * (kind.primitive_bitwidth // 8), TILE, WIDTH)
-        mask_k, mask_v = valid[:, None] & (d < D)[None, :], valid[:, None] & (dv < DV)[None, :]
-        new_k = tl.load(tl.multiple_of(at_k.to(tl.pointer_type(kind)), ALIGN)[:, None] + d[None, :], mask=mask_k, other=0.0)
-        new_v = tl.load(tl.multiple_of(at_v.to(tl.pointer_type(kind)), ALIGN)[:, None] + dv[None, :], mask=mask_v, other=0.0)
-        tl.store(k + (head * rows + n)[:, None] * D + d[None, :], new_k, mask=mask_k)
-        tl.store(v + (head * rows + n)[:, None] * DV + dv[None, :], new_v, mask=mask_v)
+        at_k, at_v = _on_host(table, head, p, valid, width, TILE, WIDTH)
+        to_k, to_v = k + (head * rows + n) * D, v + (head * rows + n) * DV
+        if SHARED:
+            new_k, at, mask_k = _from_shared(at_k, D + DV, valid, D, BLOCK_D // SHARED, SHARED, ALIGN)
+            new_v, at_too, mask_v = _from_shared(at_v, DV + tl.cdiv(D, SHARED), valid, DV, BLOCK_DV // SHARED, SHARED, ALIGN)
+            tl.store(to_k[:, None, None] + at[None, :, :], new_k.to(kind), mask=mask_k)
+            tl.store(to_v[:, None, None] + at_too[None, :, :], new_v.to(kind), mask=mask_v)
+        else:
+            mask_k, mask_v = valid[:, None] & (d < D)[None, :], valid[:, None] & (dv < DV)[None, :]
+            new_k = tl.load(tl.multiple_of(at_k.to(tl.pointer_type(kind)), ALIGN)[:, None] + d[None, :], mask=mask_k, other=0.0)
+            new_v = tl.load(tl.multiple_of(at_v.to(tl.pointer_type(kind)), ALIGN)[:, None] + dv[None, :], mask=mask_v, other=0.0)
+            tl.store(to_k[:, None] + d[None, :], new_k, mask=mask_k)
+            tl.store(to_v[:, None] + dv[None, :], new_v, mask=mask_v)
 
 
 def _alignment(*rows: Tensor) -> int:
@@ -848,18 +874,21 @@ def _alignment(*rows: Tensor) -> int:
     return math.gcd(16, *(x.shape[-1] * x.element_size() for x in rows))
 
 
-def fetch_tokens(table: Tensor, chosen: Tensor, k: Tensor, v: Tensor) -> None:
+def fetch_tokens(table: Tensor, chosen: Tensor, k: Tensor, v: Tensor, bits: int = 16) -> None:
     """Copy K and V of the `chosen` tokens from the host, which they are read from in place.
 
     Args:
         table: of slabs. chosen: int32 `[B, KV, K]`, positions, -1: none, whose row is left alone.
-        k, v: outputs, `[B, KV, >= K, D]` and `[B, KV, >= K, Dv]`.
+        k, v: outputs, `[B, KV, >= K, D]` and `[B, KV, >= K, Dv]`. bits: of the rows on the host, see `quant.token_row`.
     """
     (B, KV, K), D, DV, (tile, warps), power = chosen.shape, k.shape[3], v.shape[3], GATHER_TILE, triton.next_power_of_2
     # Not all at once: what else the GPU reads meanwhile would wait behind them.
     programs = min(max(K // tile // 8, 2), 4, -(-K // tile))
+    kind, width = token_row(D, DV, bits, k.dtype)
+    shared, align = (0, _alignment(k, v)) if bits == 16 else (SHARED, math.gcd(8, D))
     _fetch_tokens_kernel[(B * KV, programs)](
-        table, chosen, k, v, K, k.shape[2], D, DV, TILE=tile, WIDTH=table.shape[1], BLOCK_D=power(D), BLOCK_DV=power(DV), ALIGN=_alignment(k, v), num_warps=warps, **_launch(k.device),
+        table, chosen, k, v, K, k.shape[2], D, DV, width * kind.itemsize,
+        TILE=tile, WIDTH=table.shape[1], BLOCK_D=max(shared, power(D)), BLOCK_DV=max(shared, power(DV)), SHARED=shared, ALIGN=align, num_warps=warps, **_launch(k.device),
     )  # fmt: skip
 
 
@@ -1068,6 +1097,58 @@ def encode_channels(k: Tensor, bits: int) -> list[Tensor]:
         enable_fp_fusion=False,  # as in quant_encode
     )  # fmt: skip
     return [codes, ranges]
+
+
+def encode_tokens(k: Tensor, v: Tensor) -> Tensor:
+    """Rows of 8 bits, `[B, KV, T, width]`, of `k [B, KV, T, D]` and `v [B, KV, T, Dv]`, in the bytes of the twin, `offload.encode_tokens`."""
+    (B, KV, T, D), Dv = k.shape, v.shape[3]
+    rows = torch.zeros(B, KV, T, token_row(D, Dv, 8, k.dtype)[1], dtype=torch.int8, device=k.device)
+    _to_shared(k, rows, 0, D + Dv)
+    _to_shared(v, rows, D, D + Dv + -(-D // SHARED))
+    return rows
+
+
+def round_shared(x: Tensor) -> Tensor:
+    """`x [B, KV, T, D]` as it comes back from `encode_tokens`. Twin: `quant.decode_shared` of `quant.encode_shared`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _to_shared(x, out, 0, 0)
+    return out
+
+
+def _to_shared(x: Tensor, out: Tensor, at: int, exponents: int) -> None:
+    """at, exponents: where in a row of `out` codes and exponents begin."""
+    (B, KV, T, D), x = x.shape, _rows_apart(x)
+    low, high = shared_range(x.dtype)
+    if T:
+        _to_shared_kernel[(-(-T // 32), KV, B)](
+            x, out, *x.stride()[:3], T, out.shape[3], D, at, exponents,
+            N=triton.next_power_of_2(-(-D // SHARED)), SHARED=SHARED, TILE=32, LOW=low, HIGH=high, CODES=out.dtype == torch.int8, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T"])
+def _to_shared_kernel(
+    x, out, x_b, x_h, x_t, T, width, D, at, exponents, N: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, CODES: tl.constexpr
+):  # fmt: skip
+    """One program: TILE tokens of a head. CODES: as `quant.encode_shared` makes them; otherwise decoded again."""
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t, block, i = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, N), tl.arange(0, SHARED)
+    d = block[:, None] * SHARED + i[None, :]
+    mask = (t < T)[:, None, None] & (d < D)[None, :, :]
+    values = tl.load(x + batch * x_b + head * x_h + t.to(tl.int64)[:, None, None] * x_t + d[None, :, :], mask=mask, other=0.0).to(tl.float32)
+    most = tl.minimum(tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2), 0x7F800000)
+    finite = most < 0x7F800000
+    exponent = tl.minimum(tl.maximum(((most + 0x10000) >> 23) - 133, LOW), HIGH)
+    # Added to 1.5 * 2^23, a number keeps no fraction, and is rounded to even as the twin rounds.
+    codes = (values * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None] + 12582912.0) - 12582912.0
+    codes = tl.where(finite[:, :, None], tl.minimum(tl.maximum(codes, -127.0), 127.0), 0.0)
+    out += ((batch * tl.num_programs(1) + head) * T + t.to(tl.int64)) * width
+    if CODES:
+        tl.store(out[:, None, None] + at + d[None, :, :], codes.to(tl.int8), mask=mask)
+        tl.store(out[:, None] + exponents + block[None, :], tl.where(finite, exponent, 127).to(tl.int8), mask=(t < T)[:, None] & (block * SHARED < D)[None, :])
+    else:
+        step = tl.where(finite, ((exponent + 127) << 23).to(tl.float32, bitcast=True), float("nan"))
+        tl.store(out[:, None, None] + d[None, :, :], (codes * step[:, :, None]).to(out.dtype.element_ty), mask=mask)
 
 
 def block_statistics(x: Tensor, maxima: bool = False, sums: bool = False) -> tuple[Tensor | None, Tensor | None]:

@@ -42,6 +42,7 @@ ROWS = [
     ("best with 8 channels", "tailor:preset=best,channels=8"),
     ("best with 16 channels", "tailor:preset=best,channels=16"),
     ("best, 448 tokens attended", "tailor:preset=best,topk=384,dense_below=192"),
+    ("best with 8-bit tokens", "tailor:preset=best,token_bits=8"),
     ("tiny", "tailor:preset=tiny"),
     ("quantised layer alone, paper", f"{PAPER},{EXACT}"),
     ("quantised layer alone, best at 1 bit", f"tailor:preset=best,bits=1,{EXACT}"),

@@ -29,11 +29,12 @@ def on_host(cache):
 
 
 @pytest.mark.parametrize("plan", [(), (0,), (1,), (0, 2), (0, 1, 2)])
-@pytest.mark.parametrize("bits", [1, 2])
-def test_cuda_holds_the_same_bytes_as_the_cpu(plan, bits):
+@pytest.mark.parametrize("bits, token_bits", [(1, 16), (2, 16), (1, 8)])
+def test_cuda_holds_the_same_bytes_as_the_cpu(plan, bits, token_bits):
     """A copy that overtakes its source, or a division rounded otherwise, shows as a byte that differs."""
     here, there = Driver(), CudaDriver()
-    with TailorCache(here.config, plan, options(bits=bits)) as cpu, TailorCache(there.config, plan, options(bits=bits), device="cuda:0") as gpu:
+    setting = options(bits=bits, token_bits=token_bits)
+    with TailorCache(here.config, plan, setting) as cpu, TailorCache(there.config, plan, setting, device="cuda:0") as gpu:
         for T in (300, 77):
             a, b = here.call(cpu, T, chunk=50), there.call(gpu, T, chunk=50)
             assert (a - b.cpu()).abs().max() < 1e-3
@@ -47,7 +48,7 @@ def test_cuda_holds_the_same_bytes_as_the_cpu(plan, bits):
 
 
 @pytest.mark.parametrize("plan", [(), (0,), (1,), (2, 3)])
-@pytest.mark.parametrize("setting", [{"prefetch": "thread"}, {"prefetch": "uva"}, {"prefetch": "uva", "resident": 9}, {"prefetch": "thread", **BEST}, {"prefetch": "uva", **BEST}])
+@pytest.mark.parametrize("setting", [{"prefetch": "thread"}, {"prefetch": "uva"}, {"prefetch": "uva", "resident": 9}, {"prefetch": "thread", **BEST}, {"prefetch": "uva", **BEST}, {"prefetch": "uva", **BEST, "token_bits": 8}, {"prefetch": "uva", **BEST, "ahead": False, "token_bits": 8}])
 def test_delayed_streams_change_nothing(monkeypatch, plan, setting):
     """Without an event in each direction a slow copy is read too early or overwritten too soon; a predicted query is read long after it was foreseen."""
     outputs, held = [], []
@@ -101,9 +102,9 @@ def test_host_memory_is_pinned_and_released():
     driver.call(cache, 400)
     slab = cache.layers[1].store.slabs[0]
     slab.wait()
-    assert slab.k.is_pinned() and slab.rows[0].is_pinned()
+    assert slab.kv.is_pinned() and slab.rows[0].is_pinned()
     cache.close()
-    assert not slab.k.is_pinned() and not cache.pinner._registered
+    assert not slab.kv.is_pinned() and not cache.pinner._registered
 
 
 @pytest.mark.parametrize("spec", ["full", "tailor"])
@@ -193,7 +194,7 @@ def test_a_graph_gives_the_tokens_of_eager_steps(monkeypatch, dtype, sampling):
 
 
 @pytest.mark.parametrize("plan", [(), (0,), (0, 2)])
-@pytest.mark.parametrize("setting", [{}, {"resident": 0}, {"resident": 9}, {"resident": 64}, {"dense_below": 340}])
+@pytest.mark.parametrize("setting", [{}, {"resident": 0}, {"resident": 9}, {"resident": 64}, {"dense_below": 340}, {"token_bits": 8}, {"token_bits": 8, "ahead": False}])
 @pytest.mark.parametrize("dtype, sampling", [(torch.float32, Sampling()), (torch.bfloat16, Sampling(temperature=0.8, seed=3))])
 def test_a_tailored_graph_gives_the_tokens_of_eager_steps(monkeypatch, plan, setting, dtype, sampling):
     """Side streams forked and joined inside, rows that move between slots, blocks that leave the window, and the step that leaves the dense start."""

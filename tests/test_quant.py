@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quant import BITS, QuantLayer, dequantise, pack, quantise, unpack
+from quant import BITS, QuantLayer, decode_shared, dequantise, encode_shared, pack, quantise, unpack
 
 
 def reference(x, bits):
@@ -26,6 +26,37 @@ def test_packing_is_its_own_inverse(bits, n, seed):
     packed = pack(codes, bits)
     assert packed.shape == (2, 3, -(-n * bits // 8)) and packed.dtype == torch.uint8
     assert torch.equal(unpack(packed, bits, n), codes)
+
+
+@settings(max_examples=100, deadline=None)
+@given(dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), n=st.integers(1, 100), seed=st.integers(0, 10**6), size=st.integers(-30, 15))
+def test_a_shared_exponent_rounds_once(dtype, n, seed, size):
+    """Rounded again at every crop and every save, tokens would wander off; and a block that borrows its neighbour's exponent loses its small numbers."""
+    x = (torch.randn(3, n, generator=torch.Generator().manual_seed(seed)).exp() * 2.0**size * torch.tensor([[1.0], [-3.0], [1e-2]])).to(dtype)
+    x = x.clamp(-60000, 60000)
+    codes, exponents = encode_shared(x)
+    assert codes.shape == x.shape and exponents.shape == (3, -(-n // 32)) and codes.dtype == exponents.dtype == torch.int8
+    y = decode_shared(codes, exponents, dtype)
+    assert y.dtype == dtype and torch.equal(decode_shared(codes, exponents, torch.float64).to(dtype).double(), decode_shared(codes, exponents, torch.float64))
+    for a, b in zip(encode_shared(y), (codes, exponents)):
+        assert torch.equal(a, b)
+    for at in range(0, n, 32):
+        block, back = (z[:, at : at + 32].double() for z in (x, y))
+        # Half a step, a step being at most the largest element's 63.75th part; less than 2^-24 only float16 cannot say.
+        step = block.abs().amax(-1, keepdim=True) / 63.75
+        assert ((back - block).abs() <= (step / 2).clamp(min=2.0**-25 if dtype == torch.float16 else 0.0)).all()
+
+
+def test_what_is_not_finite_stays_so():
+    """A NaN that came back as a number would be a wrong answer in place of a visible one."""
+    x = torch.randn(2, 70)
+    x[0, 3], x[1, 40], x[1, 69] = float("nan"), float("inf"), -float("inf")
+    y = decode_shared(*encode_shared(x), torch.float32)
+    assert y[0, :32].isnan().all() and y[0, 32:].isfinite().all() and y[1, :32].isfinite().all() and y[1, 32:].isnan().all()
+    for value, dtype in ((0.0, torch.bfloat16), (65504.0, torch.float16), (-65504.0, torch.float16), (3.3e38, torch.bfloat16), (1e-45, torch.float32), (127.5, torch.float32), (127.4, torch.float32)):
+        x = torch.full((1, 33), value, dtype=dtype)
+        y = decode_shared(*encode_shared(x), dtype)
+        assert (y - x).abs().max() <= abs(value) / 127 and torch.isfinite(y).all() or value == 1e-45 and not y.any()
 
 
 @pytest.mark.parametrize("bits", BITS)

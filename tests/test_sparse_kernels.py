@@ -215,6 +215,8 @@ SETTINGS = [
     ({"row_bits": 4, "tail": True, "tilt": True, "aggregation": "all", "topk": 50, "dense_below": 130, "left": 0.2, "least": 3}, {"G": 4, "D": 64}),
     ({"row_bits": 4, "aggregation": "all", "topk": 50, "dense_below": 130, "left": 0.2, "ahead": True}, {"G": 2, "D": 64}),
     ({"ahead": True}, {"G": 4, "D": 40}),  # the authors' choice, without a tail
+    ({**BEST, "token_bits": 8}, {"G": 2, "D": 40}),
+    ({"token_bits": 8}, {"G": 2, "D": 16}),
 ]
 
 
@@ -242,7 +244,7 @@ def test_kernels_equal_plain_pytorch_with_samples(device, setting, shape, monkey
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("setting, shape", SETTINGS[1:3])
+@pytest.mark.parametrize("setting, shape", [*SETTINGS[1:3], *SETTINGS[-2:]])
 def test_prefetchers_agree_bit_for_bit(device, setting, shape):
     """Thread or zero copy, rows resident or not: where the bytes come from must not show in a single bit."""
     reference, held, zero_copy = drive(device, options(prefetch="thread", **setting), **shape)

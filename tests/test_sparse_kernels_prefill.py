@@ -70,6 +70,23 @@ def test_facts_are_the_twins_bytes(D, Dv, KV, dtype, plain):
         assert equal_bytes(ours, theirs), bits
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D, Dv, KV", [*SHAPES, (17, 33, 2)])
+def test_8_bit_tokens_are_the_twins_bytes(D, Dv, KV, dtype, plain):
+    """A row one byte off, or a number rounded the other way, stays on the host for good."""
+    k, v = pair(75, D, Dv, KV, dtype, B=2 if D == 80 else 1)
+    k[:, :, 3, 2], v[:, :, 5, -1], v[:, :, 6, 1], k[:, :, 9] = float("nan"), float("inf"), -float("inf"), 0
+    k[:, :, 10], k[:, :, 11, 0] = 127.5, 63.75
+    ours, theirs = sparse_kernels.encode_tokens(k, v), plain(offload.encode_tokens, k, v, 8)
+    assert equal_bytes([ours], [theirs])
+    decoded = offload.decode_tokens(theirs, D, Dv, 8, dtype)
+    for x, expected in zip((k, v), decoded):
+        assert torch.equal(sparse_kernels.round_shared(x).nan_to_num(7), expected.nan_to_num(7)) and expected.isnan().any()
+    assert equal_bytes([sparse_kernels.encode_tokens(*decoded)], [theirs])
+    turned = k.transpose(2, 3).contiguous().transpose(2, 3)
+    assert equal_bytes([sparse_kernels.encode_tokens(turned, v)], [theirs])
+
+
 def test_any_stride_is_read():
     """A view of another order, read as if its rows lay side by side, would give other tokens' numbers."""
     k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in pair(2 * BLOCK, 64, 80, 2, torch.float16))
@@ -128,10 +145,10 @@ def test_what_no_kernel_takes_goes_to_the_twins():
 # --------------------------------------------------------------------------------------------------------- the host store
 
 
-def stored(k, v, bits, cuts):
+def stored(k, v, bits, cuts, token_bits=16):
     """A store that was given k and v in the pieces between `cuts`, its content afterwards, and the bytes that copies moved."""
     pinner = Pinner(k.device)
-    store = HostStore(pinner, bits)
+    store = HostStore(pinner, bits, token_bits)
     store.reserve(cuts[-1], k, v, True)
     for a, b in zip(cuts, cuts[1:]):
         store.write(a, k[:, :, a:b], v[:, :, a:b])
@@ -144,16 +161,16 @@ def stored(k, v, bits, cuts):
 
 
 @pytest.mark.parametrize("cuts", [(0, 4 * BLOCK), (0, BLOCK, 4 * BLOCK)])
-@pytest.mark.parametrize("bits", [4, 16])
-def test_a_store_holds_the_same_written_by_kernels(bits, cuts, monkeypatch, plain):
+@pytest.mark.parametrize("bits, token_bits", [(4, 16), (16, 16), (4, 8)])
+def test_a_store_holds_the_same_written_by_kernels(bits, token_bits, cuts, monkeypatch, plain):
     """Heads in groups, pieces of a head: whatever the temporaries' bounds, every byte at its place."""
     k, v = pair(4 * BLOCK, 40, 24, 3, torch.bfloat16, B=2)
-    expected = plain(stored, k, v, bits, cuts)
+    expected = plain(stored, k, v, bits, cuts, token_bits)
     monkeypatch.setattr(offload, "by_kernels", sparse_kernels.summarises)
     for held, piece in ((1, 64), (30_000, 100), (1 << 30, 1 << 30)):
         monkeypatch.setattr(HostStore, "HELD", held)
         monkeypatch.setattr(HostStore, "PIECE", piece)
-        assert equal_bytes(stored(k, v, bits, cuts), expected)
+        assert equal_bytes(stored(k, v, bits, cuts, token_bits), expected)
 
 
 def test_interpreted_kernels_stay_in_one_thread():
