@@ -13,6 +13,8 @@ A question reads what was coded in quantised layers, in 16 bits: the result of p
 doing so for every question. `--coded-questions` reads the codes instead, as a later turn of a chat does. `--examples 1` ends the prefix with a question that
 is answered already, about a fact of its own: the adapter's page asked its questions one after another, so that all but the first had one.
 
+Answers are decoded as `generate.py` does it, on CUDA by a graph; one graph serves all questions on a prefix.
+
 Eight facts a prefix, so 64 questions are eight prefixes with facts and haystack of their own: the embedded 128k model was trained
 on 24 facts a sequence and scored on 8 (`assets/smollm2-128k`), and fewer than that would prefill the more often.
 
@@ -35,7 +37,7 @@ sys.path.insert(0, str(ROOT))  # the modules are a flat folder, not an installed
 
 from cache import KVCache
 from evals import common
-from generate import _Parser, parse_tokens
+from generate import Sampler, Sampling, Stepper, _Parser, parse_tokens
 from model import Llama
 from quant import QuantLayer
 from tokenizer import Tokenizer
@@ -83,22 +85,22 @@ def question(key: str) -> str:
     return f"\nWhat is the special magic number for {key} mentioned in the provided text? The special magic number for {key} mentioned in the provided text is"
 
 
-def ask(model: Llama, tokenizer: Tokenizer, cache: KVCache, key: str, value: str) -> tuple[str, Tensor]:
-    """One question, put to a cache that ends with it as it was before: the free answer, and the logits `[n, vocab]` that the true answer's tokens meet."""
+def ask(tokenizer: Tokenizer, step: Stepper, key: str, value: str) -> tuple[str, Tensor]:
+    """One question, put to the cache of `step`, which ends with it as it was before: the free answer, and the logits `[n, vocab]` that the true answer's tokens meet."""
+    model, cache = step.model, step.cache
     prefix = cache.length
     asked = tokenizer.encode(question(key), add_special_tokens=False)
     truth = tokenizer.encode(f" {value}.", add_special_tokens=False)
     first = model.prefill(torch.tensor([asked]), cache)
 
-    def decode(token: int) -> Tensor:
-        return model.decode(torch.tensor([[token]], device=model.device), cache)
-
-    free = [int(first.argmax(-1))]
+    token = step.sampler(first)
+    free = [int(token)]
     while len(free) < len(truth) and free[-1] not in tokenizer.stop_ids:  # as long as the truth with its full stop: one digit too many shows
-        free.append(int(decode(free[-1]).argmax(-1)))
+        token = step(token)
+        free.append(int(token))
 
     cache.crop(prefix + len(asked))
-    forced = [first] + [decode(token) for token in truth[:-1]]
+    forced = [first] + [model.decode(torch.tensor([[token]], device=model.device), cache) for token in truth[:-1]]
     cache.crop(prefix)
     return tokenizer.decode(free), torch.cat(forced).float().cpu()
 
@@ -133,8 +135,9 @@ def interrogate(subject: common.Subject, spec: str, prefix: list[int], pairs: li
     with subject.cache(spec, capacity) as cache:
         if exact:
             keep_exact(cache)
-        subject.model.prefill(torch.tensor([prefix]), cache)
-        return [ask(subject.model, subject.tokenizer, cache, *pair) for pair in pairs]
+        logits = subject.model.prefill(torch.tensor([prefix]), cache)
+        step = Stepper(subject.model, cache, Sampler(Sampling(), torch.tensor([prefix], device=logits.device), logits.shape[-1]))
+        return [ask(subject.tokenizer, step, *pair) for pair in pairs]
 
 
 def is_right(answer: str, value: str) -> bool:

@@ -16,6 +16,7 @@ import embedded
 from cache import KVCache, TailorCache, account, make_cache, parse_spec
 from calibrate import Plan
 from evals import common, fidelity, findings, ingredients, needles
+from generate import Sampler, Sampling, Stepper
 from model import Llama
 from offload import HostStore
 from tokenizer import Tokenizer
@@ -322,17 +323,20 @@ def test_an_answer_is_right_if_its_digits_are_the_value():
 
 
 @pytest.mark.parametrize("spec", ["full", TINY, "tailor:sink=8,recent=56,topk=0"])
-def test_a_question_leaves_no_trace(tiny, spec):
-    """A question that changed the cache would make every later answer depend on the order of questions."""
-    model, tokenizer = Llama.from_checkpoint(tiny[1]), Tokenizer.from_checkpoint(tiny[1])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_question_leaves_no_trace(tiny, spec, device):
+    """A question that changed the cache would make every later answer depend on the order of questions; a graph captured for one must serve all."""
+    model, tokenizer = Llama.from_checkpoint(tiny[1], device), Tokenizer.from_checkpoint(tiny[1])
     ids, pairs = needles.build(tokenizer, tokenizer.encode(embedded.document()[:9000]), 700, 3, random.Random(0))
-    with make_cache(spec, model.config, plan=(0,)) as cache:
+    with make_cache(spec, model.config, device, plan=(0,)) as cache:
         model.prefill(torch.tensor([ids]), cache)
-        first = [needles.ask(model, tokenizer, cache, *pair) for pair in pairs]
+        graph, eager = (Stepper(model, cache, Sampler(Sampling(), torch.tensor([ids], device=device), 500), graph) for graph in (True, False))
+        first = [needles.ask(tokenizer, eager, *pair) for pair in pairs]
         assert cache.length == 700
         for pair, (answer, logits) in reversed(list(zip(pairs, first))):
-            again = needles.ask(model, tokenizer, cache, *pair)
+            again = needles.ask(tokenizer, graph, *pair)
             assert again[0] == answer and torch.equal(again[1], logits)
+        assert device == "cpu" or spec.endswith("topk=0") or graph.graph is not None
         assert logits.shape == (len(tokenizer.encode(f" {pairs[0][1]}.")), 500)
 
 
@@ -356,8 +360,8 @@ def test_needles_end_to_end(tiny, capsys, monkeypatch):
     """A random model knows no answer, so the full cache is given some: what counts against it is what a method loses."""
     real = needles.ask
 
-    def ask(model, tokenizer, cache, key, value):
-        answer, logits = real(model, tokenizer, cache, key, value)
+    def ask(tokenizer, step, key, value):
+        cache, (answer, logits) = step.cache, real(tokenizer, step, key, value)
         known = type(cache).__name__ == "FullCache" and value[-1] in "01234" or "topk=16" in repr(cache.options) and value[-1] in "012"
         return f" {value}." if known else answer, logits
 
