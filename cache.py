@@ -164,7 +164,6 @@ class KVCache:
         if self._pending:
             self._roll_back()
             self.epoch += 1  # as in begin
-        self._decoding = False
         self._pending = 1  # until all is done, so that the next call undoes or completes what an interrupt leaves
         self._forget(n)
         self.length = n
@@ -474,7 +473,7 @@ class TailorConfig:
 
     def __post_init__(self):
         for name, lowest, highest in (
-            ("bits", 1, 8), ("group", 8, 1024), ("residual", 0, 2**20), ("sink", 0, 2**20), ("recent", 1, 2**20),
+            ("bits", 1, 8), ("group", 8, 1024), ("residual", 1, 2**20), ("sink", 0, 2**20), ("recent", 1, 2**20),
             ("topk", 0, 2**20), ("left", 0, 1), ("least", 0, 2**20), ("channels", 1, 1024), ("centre", 0, 2**20), ("resident", 0, 2**20), ("dense_below", -1, 2**31),
         ):  # fmt: skip
             if not lowest <= getattr(self, name) <= highest:

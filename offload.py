@@ -383,15 +383,19 @@ class HostStore:
 
     def gather_tokens(self, index: Tensor, k: Tensor, v: Tensor) -> None:
         """Rows of K and V at ascending positions `index [B, KV, K]`, into `k, v [B, KV, K, D]`."""
-        kind, width = token_row(k.shape[3], v.shape[3], self.token_bits, k.dtype)
-        rows = torch.empty(*index.shape, width, dtype=kind)
+        D, (kind, width) = k.shape[3], token_row(k.shape[3], v.shape[3], self.token_bits, k.dtype)
+        rows = None if self.token_bits == 16 else torch.empty(*index.shape, width, dtype=kind)
+        parts = [(k, slice(0, D)), (v, slice(D, width))] if rows is None else [(rows, slice(0, width))]
         for b in range(index.shape[0]):
             for h in range(index.shape[1]):
                 for slab in self.slabs:  # ascending, so a slab's share is one run
                     run = slice(*torch.searchsorted(index[b, h], torch.tensor([slab.start, slab.start + slab.size])).tolist())
-                    torch.index_select(slab.kv[b, h], 0, index[b, h, run] - slab.start, out=rows[b, h, run])
-        for target, source in zip((k, v), decode_tokens(rows, k.shape[3], v.shape[3], self.token_bits, k.dtype)):
-            target.copy_(source)
+                    at = index[b, h, run] - slab.start
+                    for target, columns in parts:
+                        torch.index_select(slab.kv[b, h, :, columns], 0, at, out=target[b, h, run])
+        if rows is not None:
+            for target, source in zip((k, v), decode_tokens(rows, D, v.shape[3], self.token_bits, k.dtype)):
+                target.copy_(source)
 
     def channel_maxima(self, start: int, stop: int) -> Tensor | None:
         """The largest |K| of each channel over positions start .. stop - 1, `[B, KV, D]` on the host; stop a multiple of 64, None if empty.

@@ -134,7 +134,7 @@ def encode_shared(x: Tensor) -> tuple[Tensor, Tensor]:
     """8-bit integers whose power of two is shared by `SHARED` elements: what the Microscaling Formats of OCP (1.0, 2023) call MXINT8.
 
     Decoded, they are numbers of 7 bits, which bfloat16 and float16 hold exactly. So rounding to this format happens once: what has been
-    decoded is encoded to the same bytes again.
+    decoded is encoded to the same bytes again. Beyond 65,024 float16 has no such number: larger ones become that.
 
     Args:
         x: `[..., n]`, any float dtype.

@@ -305,10 +305,11 @@ class SparseLayer:
         self.ring.write(old, k[:, :, old:], v[:, :, old:])
 
     def history(self, k: Tensor, v: Tensor, length: int) -> None:
-        """Copy positions 0 .. length - 1 into `k, v [B, KV, >= length, D]`: the host's part, then the window."""
-        edge = self.edge(length)
+        """Copy positions 0 .. length - 1 into `k, v [B, KV, >= length, D]`: the host's part, the window, and the sink, which the host may have rounded."""
+        edge, sink = self.edge(length), min(self.sink_size, length)
         self.store.read(k, v, 0, edge)
         k[:, :, edge:length], v[:, :, edge:length] = self.ring.read(edge, length)
+        k[:, :, :sink], v[:, :, :sink] = (x[:, :, :sink] for x in self.sink)
 
     # -- decode
 
@@ -483,8 +484,11 @@ class SparseLayer:
     # -- between calls
 
     def crop(self, old: int, new: int) -> None:
-        """Forget positions new .. old - 1; the window of `new` tokens comes back from the host."""
-        edge, missing = self.edge(new), min(self.edge(old), new, self.ring.start)  # a block's length back, the ring has it all
+        """Forget positions new .. old - 1; what of the window of `new` tokens had left it comes back from the host.
+
+        Also where the ring still has it: what comes back, rounded or not, must depend on positions alone.
+        """
+        edge, missing = self.edge(new), min(self.edge(old), new)
         self._counted = -1
         if self.tilt:
             self._uncount(max(edge, self.sink_size), self.edge(old))

@@ -18,8 +18,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Tests read only what they wrote: transformers would otherwise ask the hub about every folder.
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 
+import hypothesis
 import pytest
 import torch
+
+# A busy machine is no fault of the code's: no test has to end within 200 ms.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 if not torch.cuda.is_available():  # kernels then run in Triton's interpreter, where a test forces them; read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -107,16 +107,35 @@ def test_a_warm_up_may_be_short(capsys, tmp_path):
     assert next(line for line in out.splitlines() if line.split()[:2] == ["9,000", "full"]).split()[3] == "-"
 
 
-def test_the_same_tokens_without_a_graph(monkeypatch, capsys, tmp_path):
+def test_the_same_without_a_graph(monkeypatch, capsys, tmp_path):
     """What is timed must be what an eager step computes: a graph that reads what has moved would be fast, and wrong."""
     path = tmp_path / "speed.json"
-    argv = ("--shape", "tiny", "--lengths", "200", "--cache", "full,tailor:preset=longbench,channels=4,topk=32,dense_below=96", "--check", "--steps", "70", "--device", "cpu", "--json", str(path))
-    code, _, err = run(capsys, *argv, "--runs", "2")
-    assert code == 0 and [row["same_eagerly"] for row in json.loads(path.read_text())["rows"]] == [70, 70] and err.count("70 of 70 tokens are the same") == 2
-    steps, decode = [], bench.Ours.decode
-    monkeypatch.setattr(bench.Ours, "decode", lambda self, token: steps.append(1) or (decode(self, token) + (len(steps) == 2 + 3)) % 97)  # two of the warm-up
-    code, _, err = run(capsys, *argv[:4], "--check", "--steps", "5", "--device", "cpu", "--json", str(path), "--runs", "1")
-    assert code == 1 and json.loads(path.read_text())["rows"][0]["same_eagerly"] == 2 and "2 of 5 tokens" in err
+    argv = ("--shape", "tiny", "--check", "--steps", "70", "--device", "cpu", "--json", str(path), "--runs", "2")
+    # Lengths at which a step leaves the dense start, and a window's edge moves.
+    code, _, err = run(capsys, *argv, "--lengths", "60,200", "--cache", "full,tailor:preset=longbench,channels=4,topk=32,dense_below=96")
+    assert code == 0 and [row["eager"] for row in json.loads(path.read_text())["rows"]] == [bench.SAME] * 4 and err.count(bench.SAME) == 4
+
+    def spoilt(spoil):
+        """A run of 5 steps, behind a warm-up of two, whose fourth is spoilt."""
+        calls, decode = [], bench.Ours.decode
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.Ours, "decode", lambda self, token: (calls.append(1), spoil(self, decode(self, token)) if len(calls) == 6 else decode(self, token))[1])
+            code, _, err = run(capsys, "--shape", "tiny", "--check", "--steps", "5", "--device", "cpu", "--json", str(path), "--runs", "1", "--lengths", "200")
+        (row,) = json.loads(path.read_text())["rows"]
+        assert row["status"] == "ok" and len(row["runs"][0]["decode_ms"]) == 5 and row["eager"] in err
+        return code, row["eager"]
+
+    assert spoilt(lambda variant, token: (token + 1) % 97) == (1, "another token 4 without a graph")
+
+    def wrong_value(variant, token):
+        variant.cache.v[0][:, :, 0] += 1e-4  # moves no token, but everything after it
+        return token
+
+    assert spoilt(wrong_value) == (1, "the same tokens, but other logits, without a graph")
+    crop = FullCache.crop
+    monkeypatch.setattr(FullCache, "crop", lambda self, n: crop(self, n if n == 0 else -1))
+    code, verdict = spoilt(lambda variant, token: token)
+    assert code == 1 and verdict.startswith("not decoded without a graph: ValueError: crop(-1)")
 
 
 def test_variants_take_turns(monkeypatch, capsys):
@@ -220,7 +239,6 @@ def test_bad_input_is_one_sentence(capsys, tmp_path):
         (["--runs", "0"], "--runs is 0"),
         (["--steps", "-1"], "--steps is -1"),
         (["--threads", "0"], "--threads is 0"),
-        (["--check", "--steps", "257"], "at most 256 steps"),
         (["--device", "meta"], "device 'meta' is not available"),
         (["--json", str(tmp_path)], "cannot write"),
         (["--json", str(tmp_path / "no" / "f.json")], "cannot write"),
