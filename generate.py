@@ -471,16 +471,17 @@ def check_memory(config: ModelConfig, spec: str, tokens: int, prompt: int, dtype
     part = min(prompt, prefill_chunk(device))
     working = prompt * config.hidden_size + part * (2 * config.intermediate_size + 4 * config.num_attention_heads * config.head_dim)
     needs = {"weights": weights * dtype.itemsize, "KV": kv["gpu"], "working set": working * dtype.itemsize}
+    halve = "; token_bits=8 in the cache spec halves what tokens take on the host" if kv["host"] and getattr(options, "token_bits", 8) == 16 else ""
     if device.type == "cuda":
-        demands = [(needs, torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)), ({"KV": kv["host"]}, psutil.virtual_memory().available, "the host")]
+        demands = [(needs, torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device), ""), ({"KV": kv["host"]}, psutil.virtual_memory().available, "the host", halve)]
     else:
-        demands = [(needs | {"KV": kv["gpu"] + kv["host"]}, psutil.virtual_memory().available, "this machine")]
-    for parts, free, where in demands:
+        demands = [(needs | {"KV": kv["gpu"] + kv["host"]}, psutil.virtual_memory().available, "this machine", halve)]
+    for parts, free, where, remedy in demands:
         if sum(parts.values()) > free:
             sizes = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in parts.items())
             raise ValueError(
                 f"{tokens:,} tokens need about {sum(parts.values()) / 2**30:.1f} GiB ({sizes}) and {where} has {free / 2**30:.1f} GiB free; "
-                "lower --ctx or --max-new-tokens, or choose a smaller dtype, model or cache"
+                f"lower --ctx or --max-new-tokens, or choose a smaller dtype, model or cache{remedy}"
             )
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import generate as program
 from cache import CACHES, FullCache
 from generate import Sampler, Sampling, Session, Stepper, StopStrings, fit, generate, parse_tokens
-from model import Llama
+from model import Llama, ModelConfig, read_config
 from tokenizer import Tokenizer
 
 # ------------------------------------------------------------------------------------------------------------ sampling
@@ -812,6 +812,16 @@ def test_too_little_memory(cli, tiny_chat, monkeypatch):
     monkeypatch.setattr(Llama, "from_checkpoint", lambda *args: pytest.fail("the weights were loaded"))
     for flags in (["--prompt", "x"], ["--chat"], []):
         complain(cli("--ckpt", tiny_chat, *flags), "GiB", "weights", "KV", "working set", "free", "--ctx")
+
+
+def test_too_little_memory_names_what_would_help(tiny_chat, monkeypatch):
+    """Half the host's memory for a word in the cache spec: worth saying where it is the host that lacks."""
+    config = ModelConfig.from_dict(read_config(tiny_chat))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1_000_000))
+    for spec, tokens, hint in (("tailor", 4000, True), ("tailor:token_bits=8", 4000, False), ("tailor", 100, False), ("full", 4000, False)):
+        with pytest.raises(ValueError) as found:
+            program.check_memory(config, spec, tokens, tokens, torch.float32, torch.device("cpu"))
+        assert ("token_bits=8" in str(found.value)) is hint, spec
 
 
 def test_out_of_memory_after_all(cli, tiny_chat, monkeypatch):
