@@ -513,6 +513,7 @@ class Prefetcher:
 
     Two buffers of channel rows take turns *by position among the sparse layers*, so that one is written while the other is
     read whatever layers lie between. Events go both ways: a reader waits for the copy, a copy for the last reader.
+    Tokens of 8 bits are decoded here, on the host, and sent in 16.
 
     GPU bytes: two row buffers, `2 * B * KV * C * capacity * itemsize` at 16 bits, else `2 * B * KV * C * capacity * (row_bits / 8 +
     4 / 64)`; fetched tokens `B * KV * K * (D + Dv) * itemsize`. Host staging (CUDA only): the same again, tokens twice, and
