@@ -280,7 +280,12 @@ def run_once(variant: Ours | Peer, ids: Tensor, steps: int, device: torch.device
     return {"prefill_s": prefill_s, "decode_ms": decode_ms, "peak_gpu_bytes": peak, "driver_bytes": driver, "kv_bytes": variant.kv_bytes(), "tokens": tokens}
 
 
+FAILURES = (RuntimeError, ValueError, MemoryError)  # that cost one variant its row or its check; torch.OutOfMemoryError is a RuntimeError
 SAME = "the same without a graph"
+
+
+def brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def eager_verdict(variant: Ours, ids: Tensor, tokens: list[int]) -> str:
@@ -306,8 +311,8 @@ def eager_verdict(variant: Ours, ids: Tensor, tokens: list[int]) -> str:
             if int(token) != expected:
                 return f"another token {number} without a graph"
         return SAME if torch.equal(logits, last_logits()) else "the same tokens, but other logits, without a graph"
-    except (RuntimeError, ValueError, MemoryError) as error:
-        return "not decoded without a graph: " + f"{type(error).__name__}: {error}".splitlines()[0]
+    except FAILURES as error:
+        return f"not decoded without a graph: {brief(error)}"
     finally:
         variant.graph = graph
 
@@ -333,9 +338,9 @@ def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: L
                     row["runs"].append(result)
                 elif not short:
                     row["warm_up"] = result
-            except (RuntimeError, ValueError, MemoryError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            except FAILURES as error:
                 short_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
-                note = "OOM" if short_of_memory else "failed: " + f"{type(error).__name__}: {error}".splitlines()[0]
+                note = "OOM" if short_of_memory else f"failed: {brief(error)}"
                 row |= {"status": note, "runs": []}
             if check and turn == runs and row["runs"] and isinstance(variant, Ours):
                 row["eager"] = eager_verdict(variant, ids, result["tokens"])

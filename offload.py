@@ -51,8 +51,7 @@ def decode_tokens(rows: Tensor, D: int, Dv: int, bits: int, dtype: torch.dtype) 
     if bits == 16:
         return rows[..., :D], rows[..., D:]
     at, blocks, v_blocks = D + Dv, -(-D // SHARED), -(-Dv // SHARED)
-    k, v = decode_shared(rows[..., :D], rows[..., at : at + blocks], dtype), decode_shared(rows[..., D:at], rows[..., at + blocks : at + blocks + v_blocks], dtype)
-    return k, v
+    return decode_shared(rows[..., :D], rows[..., at : at + blocks], dtype), decode_shared(rows[..., D:at], rows[..., at + blocks : at + blocks + v_blocks], dtype)
 
 
 def round_tokens(k: Tensor, v: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -103,7 +102,7 @@ def block_facts(k: Tensor, v: Tensor, bits: int, fast: bool) -> list[Tensor]:
 
 
 def by_kernels(k: Tensor, v: Tensor) -> bool:
-    """Does `HostStore.write` take the kernels? Never in the interpreter, which knows one thread: blocks also come from the prefetcher's."""
+    """Do kernels prepare these for the host? Never in the interpreter, which knows one thread: blocks also come from the prefetcher's."""
     return k.is_cuda and sparse_kernels.summarises(k, v)
 
 
@@ -330,7 +329,7 @@ class HostStore:
                         target.copy_(encode_tokens(*pair, self.token_bits), non_blocking=True)
 
     def table(self, device: torch.device) -> Tensor:
-        """The slabs as kernels need them, see `kernels`, with room for more to come: a new slab changes its content, not its place."""
+        """The slabs as kernels need them, see `sparse_kernels`, with room for more to come: a new slab changes its content, not its place."""
         if self._table is None or len(self.slabs) >= self._table.shape[0]:
             self._table, self._listed = torch.zeros(2 * len(self.slabs) + 62, 6, dtype=torch.int64, device=device), 0
         if self._listed < len(self.slabs):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import _encode_blocks, _launch, _wait, _wait_first, tl, triton, usable
+from kernels import _encode_blocks, _launch, _power, _wait, _wait_first, tl, triton, usable
 from quant import SHARED, shared_range, token_row
 
 BLOCK = 64  # tokens that move to the host together, and share a range of a channel row; the step in which the window's edge moves
@@ -836,7 +836,7 @@ def _from_shared(at, exponents, valid, D, N: tl.constexpr, SHARED: tl.constexpr,
     at = tl.multiple_of(at.to(tl.pointer_type(tl.int8)), ALIGN)
     codes = tl.load(at[:, None, None] + d[None, :, :], mask=mask, other=0)
     exponent = tl.load((at + exponents)[:, None] + block[None, :], mask=valid[:, None] & (block * SHARED < D)[None, :], other=0).to(tl.int32)
-    step = tl.where(exponent == 127, float("nan"), ((tl.minimum(exponent, 121) + 127) << 23).to(tl.float32, bitcast=True))
+    step = tl.where(exponent == 127, float("nan"), _power(tl.minimum(exponent, 121)))
     return codes.to(tl.float32) * step[:, :, None], d, mask
 
 
@@ -1140,14 +1140,14 @@ def _to_shared_kernel(
     finite = most < 0x7F800000
     exponent = tl.minimum(tl.maximum(((most + 0x10000) >> 23) - 133, LOW), HIGH)
     # Added to 1.5 * 2^23, a number keeps no fraction, and is rounded to even as the twin rounds.
-    codes = (values * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None] + 12582912.0) - 12582912.0
+    codes = (values * _power(-exponent)[:, :, None] + 12582912.0) - 12582912.0
     codes = tl.where(finite[:, :, None], tl.minimum(tl.maximum(codes, -127.0), 127.0), 0.0)
     out += ((batch * tl.num_programs(1) + head) * T + t.to(tl.int64)) * width
     if CODES:
         tl.store(out[:, None, None] + at + d[None, :, :], codes.to(tl.int8), mask=mask)
         tl.store(out[:, None] + exponents + block[None, :], tl.where(finite, exponent, 127).to(tl.int8), mask=(t < T)[:, None] & (block * SHARED < D)[None, :])
     else:
-        step = tl.where(finite, ((exponent + 127) << 23).to(tl.float32, bitcast=True), float("nan"))
+        step = tl.where(finite, _power(exponent), float("nan"))
         tl.store(out[:, None, None] + d[None, :, :], (codes * step[:, :, None]).to(out.dtype.element_ty), mask=mask)
 
 

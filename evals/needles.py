@@ -38,7 +38,6 @@ sys.path.insert(0, str(ROOT))  # the modules are a flat folder, not an installed
 from cache import KVCache
 from evals import common
 from generate import Sampler, Sampling, Stepper, _Parser, parse_tokens
-from model import Llama
 from quant import QuantLayer
 from tokenizer import Tokenizer
 

@@ -61,7 +61,7 @@ def test_equals_dense_float64(size):
     B=st.integers(1, 3), KV=st.integers(1, 3), G=st.integers(1, 5), T=st.integers(1, 70), past=st.integers(0, 140),
     D=st.sampled_from([2, 8, 24, 64, 80]), Dv=st.sampled_from([None, 4, 64]), scale=st.sampled_from([None, 0.5, 1.0]), seed=st.integers(0, 9),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_equals_dense_float64_at_any_size(B, KV, G, T, past, D, Dv, scale, seed):
     """The sizes nobody thought of."""
     q, k, v = inputs(B, KV, G, T, past, D, Dv or D, seed=seed)

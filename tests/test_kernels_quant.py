@@ -91,7 +91,7 @@ def check(layer, q, n, scale=0.1):
     assert (got.double() - twin.double()).abs().max() <= (64 if q.dtype == torch.float32 else 32) * floor  # in float32 four times the limit
 
 
-@settings(max_examples=16 if not CUDA else 100, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=16 if not CUDA else 100, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n=st.integers(1, 150),
     bits=st.sampled_from([1, 2, 4, 8]),
@@ -191,7 +191,7 @@ def test_decode_refuses_what_contradicts():
         decode(layer, q, 100)
 
 
-@settings(max_examples=12 if not CUDA else 200, deadline=None, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12 if not CUDA else 200, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bits=st.sampled_from([1, 1, 2, 4, 8]),
     group=st.sampled_from([16, 32, 64, 128]),

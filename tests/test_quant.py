@@ -18,7 +18,7 @@ def reference(x, bits):
     return codes, scale, zero
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(bits=st.sampled_from(BITS), n=st.integers(1, 200), seed=st.integers(0, 10**6))
 def test_packing_is_its_own_inverse(bits, n, seed):
     """A code that is not masked to its bits smears over its neighbours."""
@@ -28,7 +28,7 @@ def test_packing_is_its_own_inverse(bits, n, seed):
     assert torch.equal(unpack(packed, bits, n), codes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]), n=st.integers(1, 100), seed=st.integers(0, 10**6), size=st.integers(-30, 15))
 def test_a_shared_exponent_rounds_once(dtype, n, seed, size):
     """Rounded again at every crop and every save, tokens would wander off; and a block that borrows its neighbour's exponent loses its small numbers."""

@@ -207,7 +207,7 @@ def test_exactly_sink_window_and_k_tokens_are_attended():
 # --------------------------------------------------------------------------------------------- layout and how calls are split
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+@settings(max_examples=25, suppress_health_check=list(HealthCheck), phases=PHASES)
 @given(st.data())
 def test_layout_does_not_depend_on_how_tokens_came(data):
     """Codes, host rows, maxima and window are functions of the positions: prompt, turns, decode steps and chunks leave the same bytes."""
@@ -270,7 +270,7 @@ def test_results_do_not_depend_on_capacity():
 # ----------------------------------------------------------------------------------------------- interrupts, crop, save, load
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), phases=PHASES)
 @given(st.data())
 def test_an_interrupted_call_has_not_happened(data):
     """Ctrl-C in any layer, chunk or step: the cache goes on from where the call began, to the same bytes and outputs."""
@@ -297,7 +297,7 @@ def test_an_interrupted_call_has_not_happened(data):
         same(state(cache), state(twin))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), phases=PHASES)
 @given(n=st.integers(1, 460), back=st.integers(0, 300), decoded=st.integers(0, 80), plan=st.sampled_from([(), (0,), (0, 2)]), better=st.sampled_from([{}, BEST]))
 def test_crop_leaves_what_a_shorter_prompt_would(n, back, decoded, plan, better):
     """Maxima that keep a forgotten token's outlier, or a window that lost its older half, change the next answer."""
@@ -317,7 +317,7 @@ def test_crop_leaves_what_a_shorter_prompt_would(n, back, decoded, plan, better)
         assert torch.equal(driver.call(cache, 1, decode=True), driver.call(fresh, 1, decode=True))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES)
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), phases=PHASES)
 @given(n=st.integers(105, 460), decoded=st.integers(0, 150), between=st.integers(0, 150), interrupted=st.booleans(), sink=st.sampled_from([8, 70]))
 def test_crop_of_8_bit_tokens(n, decoded, between, interrupted, sink):
     """What had left the window comes back rounded, and nothing else is changed: by the positions alone, whatever else had happened."""
@@ -515,7 +515,7 @@ def test_gpu_part_stays_bounded_while_text_grows():
 # ------------------------------------------------------------------------------------------------------------ the choice
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0, float("-inf")]), min_size=1, max_size=60), st.integers(0, 70))
 def test_selection_breaks_ties_to_the_lowest_position(scores, count):
     """torch.topk picks any of equal scores, so the same prompt could give other tokens on another device."""
