@@ -33,7 +33,8 @@ from torch import Tensor
 
 from attention import causal_attention
 from kernels import MAX_HEAD_DIM, rotate_append, rotate_pair, split_attention, usable
-from offload import BLOCK, Event, Job, Pinner, Prefetcher, ZeroCopy, block_facts, round_tokens, whole_chunks
+from offload import BLOCK, Event, Job, Prefetcher, ZeroCopy, block_facts, round_tokens, whole_chunks
+from pinned import Pinner
 from quant import BITS, QuantLayer, token_row
 from retrieval import SparseLayer, statistics
 from sparse_kernels import summarises
@@ -650,6 +651,7 @@ class TailorCache(KVCache):
                 # One block ahead in decoding, so that its memory is pinned before it is needed.
                 moved = layer.reserve(*self._like, tokens if exact else tokens + BLOCK, exact)
             self.epoch += moved
+        self.pinner.touch()
         if self._decoding and self._sparse:
             edge = self.layers[self._sparse[0]].edge(room)
             if edge > self.options.sink:

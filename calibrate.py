@@ -49,7 +49,8 @@ import embedded
 from attention import causal_attention
 from cache import FullCache, KVCache, TailorCache, TailorConfig, account, layer_account, make_layer, parse_spec
 from model import DTYPES, MLP_TOKENS, Llama, ModelConfig, find_weights, read_config
-from offload import Pinner, Prefetcher, largest
+from offload import Prefetcher, largest
+from pinned import Pinner
 from quant import BITS
 from retrieval import SparseLayer, critical_channels
 from tokenizer import Tokenizer

@@ -15,11 +15,8 @@ Shapes: `B` batch, `KV` key/value heads, `N` tokens stored, `D` head_dim, `C` cr
 import contextlib
 import functools
 import math
-import mmap
 import threading
-import warnings
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
 import torch
@@ -28,6 +25,7 @@ from torch import Tensor
 
 import kernels
 import sparse_kernels
+from pinned import Pinner, alias
 from quant import SHARED, decode_shared, dequantise, encode_shared, pack, quantise, token_row, unpack
 from sparse_kernels import BLOCK
 
@@ -124,85 +122,6 @@ def decode_rows(planes: list[Tensor], bits: int) -> Tensor:
     return dequantise(unpack(planes[0], bits, planes[0].shape[-1] * 8 // bits), scale, zero, BLOCK)
 
 
-# --------------------------------------------------------------------------------------------------------- pinning
-
-
-class Pinner:
-    """Pins host memory ahead of need, in threads of its own.
-
-    Memory is plain and then registered with CUDA: PyTorch's own pinned allocator rounds up to powers of two, up to twice
-    the bytes. Registering untouched pages takes 0.4 s a GiB, one thread at a time, and no kernel can be launched meanwhile:
-    the driver holds a lock while the kernel finds and clears the pages. So they are touched first, in parallel, and are
-    huge pages where the system has them; registering is then 0.03 s a GiB (one H200, 16 cores). It still keeps kernels from
-    being launched. At the start of a prefill, when the GPU has nothing queued, it would wait for that, so what a prefill
-    will need is registered only once somebody asks for the first of it: the GPU then has a layer's work before it. Where
-    registering fails (limits on locked memory, some virtual machines) the memory stays pageable and works, slower, after
-    one warning.
-    """
-
-    def __init__(self, device: torch.device, threads: int = 8):
-        self.active = device.type == "cuda"
-        self._touching = ThreadPoolExecutor(threads, "tailorkv-touch") if self.active else None
-        self._pinning = ThreadPoolExecutor(1, "tailorkv-pin") if self.active else None
-        self._gate = threading.Event()  # of what was taken for later
-        self._registered: dict[int, Tensor] = {}  # address -> the tensor, kept alive while CUDA knows its pages
-        self._lock = threading.Lock()
-        self.refused = False  # memory stays pageable
-
-    def take(self, *shape: int, dtype: torch.dtype, later: bool = False) -> tuple[Tensor, Future | None]:
-        """An uninitialised host tensor, and a future that is done when it is pinned (None: nothing to wait for).
-
-        later: not before the next `now`.
-        """
-        size = math.prod(shape) * dtype.itemsize
-        if not self.active or size == 0:
-            return torch.empty(*shape, dtype=dtype), None
-        pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the tensor below keeps it mapped
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        tensor = torch.frombuffer(pages, dtype=dtype).view(*shape)
-        return tensor, self._pinning.submit(self._pin, tensor, self._touching.submit(self._touch, tensor), self._gate if later else None)
-
-    def now(self) -> None:
-        """Whatever was taken for later is needed now."""
-        gate, self._gate = self._gate, threading.Event()
-        gate.set()
-
-    @staticmethod
-    def _touch(tensor: Tensor) -> None:
-        tensor.view(-1).view(torch.uint8)[:: mmap.PAGESIZE].fill_(0)
-
-    def _pin(self, tensor: Tensor, touched: Future, gate: threading.Event | None) -> None:
-        touched.result()
-        if gate is not None:
-            gate.wait()
-        if self.refused:  # one failure tends to mean that all fail, and asking again can hurt the driver
-            return
-        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-        if code == 0:
-            with self._lock:
-                self._registered[tensor.data_ptr()] = tensor
-        else:
-            self.refused = True
-            warnings.warn(f"pinning {tensor.nbytes / 2**20:.0f} MiB of host memory failed (CUDA error {code}); transfers will be slower", stacklevel=2)
-
-    def release(self, tensor: Tensor) -> None:
-        """Unregister; must precede the end of the tensor's memory, and no copy from or to it may be under way."""
-        with self._lock:
-            known = self._registered.pop(tensor.data_ptr(), None)
-        if known is not None:
-            torch.cuda.cudart().cudaHostUnregister(known.data_ptr())
-
-    def close(self) -> None:
-        self.now()
-        if self.active:
-            self._pinning.shutdown(wait=True, cancel_futures=True)
-            self._touching.shutdown(wait=True, cancel_futures=True)
-        for tensor in list(self._registered.values()):
-            self.release(tensor)
-
-
 # ------------------------------------------------------------------------------------------------------- host store
 
 
@@ -254,21 +173,6 @@ class Slab:
             self.wait()
             self._aliases = {name: alias(tensor, device) for name, tensor in self.tensors().items()}
         return self._aliases
-
-
-class _Interface:
-    """Shows memory to PyTorch through the CUDA array interface, and keeps it alive while PyTorch holds it."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-        self.__cuda_array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 3}
-
-
-def alias(tensor: Tensor, device: torch.device) -> Tensor:
-    """Pinned host memory as a tensor of the CUDA device; on a CPU, and where there is nothing to show, the tensor itself."""
-    if device.type != "cuda" or tensor.numel() == 0:
-        return tensor.to(device)
-    return torch.as_tensor(_Interface(tensor), device=device).view(tensor.dtype).view(tensor.shape)
 
 
 class HostStore:

@@ -40,7 +40,8 @@ from torch import Tensor
 import kernels
 import sparse_kernels
 from attention import merge_attention, small_attention
-from offload import BLOCK, HostStore, Pinner, Prefetcher, ZeroCopy, block_sums, largest, round_tokens
+from offload import BLOCK, HostStore, Prefetcher, ZeroCopy, block_sums, largest, round_tokens
+from pinned import Pinner
 from quant import Ring
 
 # ------------------------------------------------------------------------------------------------------- the choice

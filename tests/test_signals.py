@@ -30,6 +30,7 @@ import attention
 import cache as cache_module
 import generate as program
 import offload
+import pinned
 import quant
 import retrieval
 from cache import FullCache, TailorCache, load_cache
@@ -37,7 +38,7 @@ from test_tailor import BEST, Driver, options, same, state, tiny, tokens
 
 # ---------------------------------------------------------------------------------------- every point of a call, one by one
 
-SOURCES = {module.__file__ for module in (attention, cache_module, offload, quant, retrieval)}
+SOURCES = {module.__file__ for module in (attention, cache_module, offload, pinned, quant, retrieval)}
 CHECKS = ("CALL", "RESUME", "JUMP_BACKWARD")  # after these instructions CPython looks for signals, and nowhere else
 
 

@@ -7,7 +7,8 @@ import torch
 import kernels
 import offload
 import sparse_kernels
-from offload import BLOCK, HostStore, Pinner, block_facts, block_sums, largest
+from offload import BLOCK, HostStore, block_facts, block_sums, largest
+from pinned import Pinner
 from retrieval import moments_of, statistics
 
 pytestmark = pytest.mark.usefixtures("kernels_everywhere")
