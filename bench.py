@@ -334,6 +334,7 @@ def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: L
                 # Long enough, on CUDA, for kernels and graph to be those of the timed runs.
                 result = run_once(variant, ids[:, : 8192 if cuda else 256] if short else ids, min(steps, 3 if cuda else 2) if short else steps, device)
                 note = f"prefill {result['prefill_s']:.3f} s, decode {statistics.median(result['decode_ms']):.2f} ms"
+                note += f", peak {gib(result['peak_gpu_bytes'])} GiB" if cuda else ""
                 if turn:
                     row["runs"].append(result)
                 elif not short:
@@ -342,11 +343,12 @@ def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: L
                 short_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
                 note = "OOM" if short_of_memory else f"failed: {brief(error)}"
                 row |= {"status": note, "runs": []}
+            name = f"{N:,} tokens, {variant.name}, {f'run {turn} of {runs}' if turn else 'warm-up'}"
+            print(f"{name}: {note}", file=sys.stderr)
             if check and turn == runs and row["runs"] and isinstance(variant, Ours):
                 row["eager"] = eager_verdict(variant, ids, result["tokens"])
-                note += f"; {row['eager']}"
+                print(f"{name}: {row['eager']}", file=sys.stderr)
             variant.close()  # not in the handler, whose traceback still holds the failed call's tensors
-            print(f"{N:,} tokens, {variant.name}, {f'run {turn} of {runs}' if turn else 'warm-up'}: {note}", file=sys.stderr)
     done = [row for row in rows if row["runs"]]
     for row in done:
         each = [run["decode_ms"] for run in row["runs"]]
@@ -357,7 +359,7 @@ def measure(variants: list[Ours | Peer], N: int, runs: int, steps: int, model: L
         if cuda:
             for name in ("peak_gpu_bytes", "driver_bytes"):
                 row[name] = max(run[name] for run in [row["warm_up"], *row["runs"]] if run)
-            row["beyond_bytes"] = row["peak_gpu_bytes"] - sum(p.nbytes for p in model.parameters()) - row["kv_bytes"]["gpu"]
+            row["beyond_bytes"] = row["peak_gpu_bytes"] - model.nbytes()["gpu"] - row["kv_bytes"]["gpu"]
     if base := next((row for row in done if row["cache"] == "transformers"), None):
         for row in done:
             row |= {f"{what}_speed": base[key] / row[key] for what, key in (("prefill", "prefill_s"), ("decode", "decode_ms"))}
@@ -468,8 +470,9 @@ def run(args) -> int:
     print("\n".join(f"{key:10} {value or '-'}" for key, value in facts.items() if key != "versions"))
     print("versions   " + ", ".join(f"{name} {version or '-'}" for name, version in facts["versions"].items()), flush=True)
     model = Llama.from_checkpoint(checkpoint, device, dtype) if checkpoint else Llama.from_config(config, device, dtype)
-    name, kind = getattr(args, "shape", args.ckpt), str(dtype).removeprefix("torch.")
-    print(f"model      {name}{'' if folder else ' (random weights)'}, {kind}, batch 1, weights {gib(sum(p.nbytes for p in model.parameters()))} GiB", flush=True)
+    name, kind, weights = getattr(args, "shape", args.ckpt), str(dtype).removeprefix("torch."), model.nbytes()
+    apart = f" and, the embedding table, {gib(weights['host'])} on the host" if weights["host"] else ""
+    print(f"model      {name}{'' if folder else ' (random weights)'}, {kind}, batch 1, weights {gib(weights['gpu'])} GiB{apart}", flush=True)
 
     ceiling = measure_ceiling(model)
     floors = {N: floor(model, ceiling, N) for N in args.lengths}

@@ -464,16 +464,18 @@ def fit(ids: list[int], ctx: int, max_new_tokens: int, truncate: bool) -> list[i
 def check_memory(config: ModelConfig, spec: str, tokens: int, prompt: int, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse, before anything is loaded, what cannot fit. Raises ValueError with the parts and what there is."""
     with torch.device("meta"):
-        weights = sum(p.numel() for p in Llama(config).parameters())
-    weights -= config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+        weights = sum(p.numel() for p in Llama(config).parameters()) * dtype.itemsize
+    table = config.vocab_size * config.hidden_size * dtype.itemsize  # of embeddings: the head itself, or on the host beside a GPU
+    weights -= table if config.tie_word_embeddings or device.type == "cuda" else 0
     cls, options = parse_spec(spec)
     kv = cls.estimate(config, options, tokens, dtype.itemsize)
     part = min(prompt, prefill_chunk(device))
     working = prompt * config.hidden_size + part * (2 * config.intermediate_size + 4 * config.num_attention_heads * config.head_dim)
-    needs = {"weights": weights * dtype.itemsize, "KV": kv["gpu"], "working set": working * dtype.itemsize}
+    needs = {"weights": weights, "KV": kv["gpu"], "working set": working * dtype.itemsize}
     halve = "; token_bits=8 in the cache spec halves what tokens take on the host" if kv["host"] and getattr(options, "token_bits", 8) == 16 else ""
     if device.type == "cuda":
-        demands = [(needs, torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device), ""), ({"KV": kv["host"]}, psutil.virtual_memory().available, "the host", halve)]
+        there = {"KV": kv["host"]} if config.tie_word_embeddings else {"KV": kv["host"], "embedding table": table}
+        demands = [(needs, torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device), ""), (there, psutil.virtual_memory().available, "the host", halve)]
     else:
         demands = [(needs | {"KV": kv["gpu"] + kv["host"]}, psutil.virtual_memory().available, "this machine", halve)]
     for parts, free, where, remedy in demands:

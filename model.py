@@ -4,10 +4,11 @@
 It runs Llama 2, 3, 3.1, 3.2, Yi, Mistral, TinyLlama, SmolLM2, Qwen2/2.5 (bias on q, k, v) and Qwen3 (norm on every q and
 k head). A checkpoint that needs anything else is refused by name, never run wrong.
 
-Two things differ from the usual decoder text:
+Three things differ from the usual decoder text:
 
 * **The cache owns the read.** A layer hands q, k and v to `cache.attend` and gets the attention output back. It never sees
   stored keys and never asks what kind of cache it talks to (`cache.py` holds the contract).
+* **The embedding table is on the host** where a model is loaded to a GPU: it reads one row of it a token, in place. Not if it is the head as well.
 * **Prefill is layer by layer.** All tokens of a call pass through layer l before layer l+1 starts, in chunks and in place, so
   the working set is one hidden state plus one chunk, and a cache that moves K and V elsewhere needs to hold one layer at a time.
 
@@ -29,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kernels import linear_add_, norm_gated, norm_linear, norm_rotate, rotate, rotate_query, usable
+from pinned import on_host
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # Yi, TinyLlama and SmolLM2 say "llama" in their config files
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -376,6 +378,7 @@ class Llama(nn.Module):
         with torch.device("cpu"):  # for the same reason
             self.inv_freq, self.rope_scaling = inverse_frequencies(config)  # float32 whatever the model's dtype
         self.fingerprint = ""  # identifies the weights; set by from_checkpoint
+        self._on_host: int | None = None  # address of the embedding table, if a GPU reads it in pinned host memory
 
     @property
     def device(self) -> torch.device:
@@ -388,6 +391,12 @@ class Llama(nn.Module):
     @property
     def chunk(self) -> int:
         return prefill_chunk(self.device)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the weights: on the model's device ("gpu"), and what of them it reads on the host."""
+        table = self.embed_tokens.weight
+        host = table.nbytes if table.data_ptr() == self._on_host else 0  # whoever copied or replaced it has it on the device
+        return {"gpu": sum(p.nbytes for p in self.parameters()) - host, "host": host}
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin `[T, D]` in the model's dtype, for int64 `positions [T]`."""
@@ -466,7 +475,8 @@ class Llama(nn.Module):
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in list(model.named_parameters()):
             value = torch.empty(parameter.shape, dtype=dtype, device=device)
-            _assign(model, name, value.fill_(1.0) if name.endswith("norm.weight") else value.normal_(0, 0.02, generator=generator))
+            value = value.fill_(1.0) if name.endswith("norm.weight") else value.normal_(0, 0.02, generator=generator)
+            _assign(model, name, value, config.tie_word_embeddings)
         if config.tie_word_embeddings:
             model.lm_head.weight = model.embed_tokens.weight
         model.inv_freq, model.rope_scaling = inverse_frequencies(config)
@@ -476,7 +486,7 @@ class Llama(nn.Module):
     def from_checkpoint(cls, path_or_hub_id: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> "Llama":
         """Load a checkpoint folder, one `.safetensors` file with its `config.json` beside it, or a Hugging Face hub id.
 
-        Tensors are memory-mapped and copied one by one, so the host holds no second copy. `dtype` None: the checkpoint's own.
+        Tensors are memory-mapped and copied one by one, so the host holds no second copy; beside a GPU it holds an untied embedding table. `dtype` None: the checkpoint's own.
 
         Raises:
             ValueError: no such checkpoint, an unsupported model, or files that are missing, damaged or do not fit the
@@ -620,7 +630,12 @@ def read_config(folder: Path) -> dict:
     return _read_json(folder / "config.json")
 
 
-def _assign(model: nn.Module, name: str, value: Tensor) -> None:
+def _assign(model: Llama, name: str, value: Tensor, tied: bool) -> None:
+    """Make `value` the parameter `name`. The embedding table leaves its GPU unless it is the head as well: a token reads one row of it."""
+    if name == "embed_tokens.weight" and not tied and value.is_cuda:
+        held = on_host(value, "the embedding table stays on the GPU")
+        if held is not None:
+            model._on_host, value = held.data_ptr(), held
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
 
@@ -665,7 +680,7 @@ def _load_weights(model: Llama, files: list[Path], device: torch.device, dtype: 
         if source.dtype not in (*DTYPES.values(), torch.float64):  # integers and float8 need a scale that is not here
             raise ValueError(f"{name} is stored as {source.dtype}; only floating-point weights of 16 bits or more are supported")
         digest.update(name.encode() + source.flatten()[:1024].float().numpy().tobytes())
-        _assign(model, name.removeprefix("model."), torch.empty(source.shape, dtype=dtype, device=device).copy_(source))
+        _assign(model, name.removeprefix("model."), torch.empty(source.shape, dtype=dtype, device=device).copy_(source), tied)
     if tied:
         model.lm_head.weight = model.embed_tokens.weight
     model.fingerprint = digest.hexdigest()

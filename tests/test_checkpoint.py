@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading: which files are read, what is refused and in which words, dtypes, tied weights, the hub."""
 
+import gc
 import json
 import pickle
 import subprocess
@@ -15,7 +16,9 @@ from conftest import FAMILIES, ROOT
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
+import pinned
 from cache import FullCache
+from generate import Sampler, Sampling, Stepper
 from model import Llama, ModelConfig, find_checkpoint, find_weights, read_config
 
 IDS = torch.arange(3, 40)[None]
@@ -567,3 +570,54 @@ def test_real_hub_id_without_network_ends_quickly(tmp_path):
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "no-such-org/no-such-name" in done.stderr and "cannot be reached" in done.stderr
     assert time.monotonic() - start < 15
+
+
+# -------------------------------------------------------------------------------------- the table beside a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("refused", [False, True], ids=["pinned", "refused"])
+def test_the_embedding_table_stays_on_the_host(make_checkpoint, monkeypatch, refused):
+    """A GiB of Llama-3.1-8B's weights, of which a step reads 8 KiB: the GPU reads it on the host, to the same bits, and gives it back with the model."""
+    wide, _ = make_checkpoint("Llama", tie_word_embeddings=False, vocab_size=32_768, hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+    ids = torch.randint(0, 32_768, (1, 300), generator=torch.Generator().manual_seed(0))
+    ended = []
+    close = pinned.Pinner.close
+    monkeypatch.setattr(pinned.Pinner, "close", lambda self: (close(self), ended.append(len(self._registered))))
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    if refused:
+        with monkeypatch.context() as patch, pytest.warns(UserWarning, match="CUDA error 2.*; the embedding table stays on the GPU"):
+            patch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 2))
+            model = Llama.from_checkpoint(wide, "cuda", torch.bfloat16)
+    else:
+        model = Llama.from_checkpoint(wide, "cuda", torch.bfloat16)
+    table = 32_768 * 256 * 2
+    held, weights = torch.cuda.memory_allocated() - before, model.nbytes()
+    assert weights == {"gpu": sum(p.nbytes for p in model.parameters()) - (0 if refused else table), "host": 0 if refused else table}
+    assert weights["gpu"] <= held < weights["gpu"] + 2**20
+    assert torch.equal(model.embed_tokens.weight.cpu(), load_file(wide / "model.safetensors")["model.embed_tokens.weight"].bfloat16())
+
+    def run():
+        cache = FullCache(model.config, device=model.device, capacity=320)
+        logits = model.prefill(ids, cache)
+        token = logits.argmax(-1, keepdim=True)
+        step = Stepper(model, cache, Sampler(Sampling(), token, logits.shape[-1]), graph=True)
+        tokens = []
+        for _ in range(8):
+            token = step(token)
+            tokens.append(int(token))
+        return logits, tokens
+
+    logits, tokens = run()
+    model.embed_tokens.weight = torch.nn.Parameter(model.embed_tokens.weight.clone(), requires_grad=False)
+    gc.collect()
+    assert ended == [0]  # memory was given back, either by the load that could not pin it or once nobody saw it any more
+    again, same = run()
+    assert torch.equal(logits, again) and tokens == same
+
+
+def test_a_tied_table_and_one_beside_a_cpu_stay_where_they_are(folder, tied):
+    for own in (folder, tied):
+        model = Llama.from_checkpoint(own)
+        assert model.nbytes() == {"gpu": sum(p.nbytes for p in model.parameters()), "host": 0}

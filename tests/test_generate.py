@@ -824,6 +824,25 @@ def test_too_little_memory_names_what_would_help(tiny_chat, monkeypatch):
         assert ("token_bits=8" in str(found.value)) is hint, spec
 
 
+def test_too_little_memory_beside_a_gpu(tiny_chat, monkeypatch):
+    """The embedding table is asked of the host, not of the card, unless it is the head as well."""
+    raw = read_config(tiny_chat) | {"vocab_size": 2**20, "hidden_size": 256}
+    free = types.SimpleNamespace(gpu=0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.gpu, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "the card")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1_000_000))
+    for tied in (False, True):
+        config, said = ModelConfig.from_dict(raw | {"tie_word_embeddings": tied}), []
+        for free.gpu in (0, 2**40):
+            try:
+                program.check_memory(config, "full", 100, 100, torch.bfloat16, torch.device("cuda"))
+                said.append("")
+            except ValueError as error:
+                said.append(str(error))
+        assert "weights 0.5 GiB" in said[0] and "the card" in said[0]  # 2^29 bytes of head, or of table and head in one
+        assert said[1] == "" if tied else "embedding table 0.5 GiB" in said[1] and "the host has" in said[1]
+
+
 def test_out_of_memory_after_all(cli, tiny_chat, monkeypatch):
     """The estimate was wrong: still one sentence."""
     for error in (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"), MemoryError()):
