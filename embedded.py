@@ -187,7 +187,7 @@ def _download(folder: pathlib.Path) -> pathlib.Path:
     # pip refuses --target when a user's settings ask for --user or for a virtual environment; and its own temporary
     # files belong where the next run finds and removes them.
     environment = os.environ | {"TMPDIR": str(folder), "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}
-    environment["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+    environment |= {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PYTHONUNBUFFERED": "1"}  # what it says last comes last, whatever stream it says it to
     # cwd: `python -m` puts the working directory first on the import path, and this project has flat module names.
     result = subprocess.run(
         command,

