@@ -503,7 +503,7 @@ def run(args) -> int:
         print(f"\n{table(rows)}", flush=True)
         if "json" in args:  # after every length: an interrupted benchmark keeps what it has
             save(args.json, content)
-    return 1 if any(row.get("eager", SAME) != SAME for row in content["rows"]) or any(row["status"].startswith("failed") for row in content["rows"]) else 0
+    return 1 if any(row["status"].startswith("failed") or row.get("eager", SAME) != SAME for row in content["rows"]) else 0
 
 
 def main(argv: list[str] | None = None) -> int:

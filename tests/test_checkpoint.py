@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import pinned
 from cache import FullCache
-from generate import Sampler, Sampling, Stepper
+from generate import generate
 from model import Llama, ModelConfig, find_checkpoint, find_weights, read_config
 
 IDS = torch.arange(3, 40)[None]
@@ -601,13 +601,7 @@ def test_the_embedding_table_stays_on_the_host(make_checkpoint, monkeypatch, ref
     def run():
         cache = FullCache(model.config, device=model.device, capacity=320)
         logits = model.prefill(ids, cache)
-        token = logits.argmax(-1, keepdim=True)
-        step = Stepper(model, cache, Sampler(Sampling(), token, logits.shape[-1]), graph=True)
-        tokens = []
-        for _ in range(8):
-            token = step(token)
-            tokens.append(int(token))
-        return logits, tokens
+        return logits, list(generate(model, cache, ids[0].tolist(), 9, logits=logits))
 
     logits, tokens = run()
     model.embed_tokens.weight = torch.nn.Parameter(model.embed_tokens.weight.clone(), requires_grad=False)
